@@ -1,0 +1,158 @@
+"""Compile a kernel once per key and make it cheap to call.
+
+TileLang keeps compiled kernels on disk (`TILELANG_CACHE_DIR`); this module keeps them in the
+process, so that a launcher costs a dictionary lookup and two threads never compile one key twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minifused.errors import UserError
+from minifused.kernels.tile import CPU, Tile
+
+os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
+
+import tilelang  # reads the variable above
+from tilelang.contrib.cc import get_cplus_compiler
+
+# What lets g++ vectorise sums and exponentials without assuming away infinities. -ffast-math
+# would switch the whole process to flush-to-zero when the library is loaded, and -march=native
+# would make cached libraries crash on another CPU.
+CPU_FLAGS = [
+    "-O3", "-mavx2", "-mfma", "-fno-math-errno", "-fno-trapping-math",
+    "-fassociative-math", "-fno-signed-zeros", "-freciprocal-math",
+]  # fmt: skip
+
+logging.getLogger("tilelang").setLevel(logging.ERROR)
+
+
+@dataclass
+class CompileStats:
+    """How many kernels this process has built or loaded, and the seconds that took."""
+
+    count: int = 0
+    seconds: float = 0.0
+    on_compile: Callable[[], object] | None = None  # called after each
+
+
+stats = CompileStats()
+_kernels: dict[tuple, Callable[..., None]] = {}
+_locks: dict[tuple, threading.Lock] = {}
+_registry_lock = threading.Lock()
+
+
+def dtype_name(x: Tensor) -> str:
+    """The name TileLang and PyTorch share: "float32", "float16" or "bfloat16"."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def tile_for(x: Tensor) -> Tile:
+    """The machine that holds x."""
+    return _cuda_tile(x.device.index or 0) if x.is_cuda else CPU
+
+
+@functools.cache
+def _cuda_tile(index: int) -> Tile:
+    major, minor = torch.cuda.get_device_capability(index)
+    # The "a" targets carry wgmma and the other instructions of one architecture only.
+    return Tile(f"sm_{major}{minor}" + ("a" if major in (9, 10) else ""))
+
+
+def compile_kernel(builder: Callable, tile: Tile, *static) -> Callable[..., None]:
+    """The kernel builder(tile, *static), compiled once per process; it takes tensors or None.
+
+    Raises UserError where the compiler it needs is missing.
+    """
+    key = (builder, tile, *static)
+    kernel = _kernels.get(key)
+    return kernel if kernel is not None else _compile_once(key)
+
+
+def _compile_once(key: tuple) -> Callable[..., None]:
+    with _registry_lock:
+        lock = _locks.setdefault(key, threading.Lock())
+    with lock:
+        if key not in _kernels:
+            start = time.perf_counter()
+            _kernels[key] = _compile(*key)
+            with _registry_lock:
+                stats.count += 1
+                stats.seconds += time.perf_counter() - start
+            if stats.on_compile is not None:
+                stats.on_compile()
+        return _kernels[key]
+
+
+def _compile(builder: Callable, tile: Tile, *static) -> Callable[..., None]:
+    flags = None if tile.is_cuda else CPU_FLAGS
+    with tile.target:
+        prim_func = builder(tile, *static)
+        try:
+            kernel = tilelang.compile(prim_func, target=tile.target, compile_flags=flags)
+        except Exception as error:
+            _explain_missing_compiler(tile, error)
+            raise
+    return kernel if tile.is_cuda else _direct_call(kernel)
+
+
+def lower(builder: Callable, tile: Tile, *static) -> str:
+    """The source TileLang generates for a kernel; needs neither a GPU nor a compiler."""
+    with tile.target:
+        return tilelang.lower(builder(tile, *static), target=tile.target).kernel_source
+
+
+def _direct_call(kernel) -> Callable[..., None]:
+    """Call a CPU kernel's library itself: 1 µs instead of the 10 to 40 of TileLang's checks.
+
+    The checks are the launchers' work. The library takes a pointer a tensor, the value of each
+    dynamic size in the order in which the tensors first name it, and a stream.
+    """
+    adapter = kernel.adapter
+    sizes = [(tensor, dim) for _, tensor, dim, _ in adapter.dynamic_symbolic_map.values()]
+    call = adapter.lib.call
+    pointers = [ctypes.c_void_p] * len(adapter.params)
+    call.argtypes = [*pointers, *[ctypes.c_int64] * len(sizes), ctypes.c_void_p]
+
+    def launch(*tensors: Tensor | None) -> None:
+        arguments = [None if t is None else t.data_ptr() for t in tensors]
+        arguments += [tensors[tensor].shape[dim] for tensor, dim in sizes]
+        if call(*arguments, None) != 0:
+            raise RuntimeError(adapter.lib.get_last_error().decode())
+
+    return launch
+
+
+def _explain_missing_compiler(tile: Tile, error: Exception) -> None:
+    """Raise UserError if the compile failed for want of a compiler."""
+    if not tile.is_cuda and not _is_program(get_cplus_compiler()):
+        raise UserError(
+            "no C++ compiler found, which CPU kernels need: install g++ or clang++, "
+            "or set CXX to one, or use --backend torch"
+        ) from error
+    if tile.is_cuda and not _is_program(_nvcc()):
+        raise UserError(
+            f"no nvcc found, which kernels for {tile.arch} need: pip install 'minifused[nvcc]', "
+            "or set CUDA_HOME to a CUDA toolkit, or use --device cpu or --backend torch"
+        ) from error
+
+
+def _nvcc() -> str | None:
+    from tilelang.env import CUDA_HOME
+
+    return os.path.join(CUDA_HOME, "bin", "nvcc") if CUDA_HOME else None
+
+
+def _is_program(path: str | None) -> bool:
+    return path is not None and shutil.which(path) is not None

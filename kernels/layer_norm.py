@@ -1,0 +1,87 @@
+"""Layer normalisation of rows (Ba, Kiros and Hinton, arXiv 1607.06450).
+
+Mean and variance are taken in two steps, as the difference of two large sums would lose the
+variance of a row with a large mean. A row that fits in a fragment is read once.
+"""
+
+import tilelang.language as T
+from torch import Tensor
+
+from minifused.kernels.build import compile_kernel, dtype_name, tile_for
+from minifused.kernels.schedule import RowSchedule, row_schedule
+from minifused.kernels.tile import Tile
+
+MAX_COLUMNS_IN_REGISTERS = 8192
+
+
+def layer_norm_kernel(
+    tile: Tile, n: int, eps: float, dtype: str, out_dtype: str, schedule: RowSchedule
+):
+    """Build Y (m, n) = (X (m, n) - mean) / sqrt(var + eps) * weight (n) + bias (n); m is dynamic.
+
+    X has `dtype`; weight, bias and Y have `out_dtype`; statistics are float32.
+    """
+    block_n = schedule.block_n
+    num_blocks = -(-n // block_n)
+    m = T.dynamic("m")
+
+    @T.macro
+    def load(X, row, block, x):
+        for j in tile.parallel(block_n):
+            col = block * block_n + j
+            x[j] = T.if_then_else(col < n, T.cast(X[row, col], "float32"), 0.0)
+
+    @T.prim_func
+    def layer_norm(
+        X: T.Tensor((m, n), dtype),
+        weight: T.Tensor((n,), out_dtype),
+        bias: T.Tensor((n,), out_dtype),
+        Y: T.Tensor((m, n), out_dtype),
+    ):
+        with T.Kernel(m, threads=schedule.num_threads) as row:
+            x = tile.fragment((block_n,), "float32")
+            square = tile.fragment((block_n,), "float32")
+            total = tile.fragment((1,), "float32")
+            mean = tile.fragment((1,), "float32")
+            rstd = tile.fragment((1,), "float32")
+            T.clear(mean)
+            T.clear(rstd)
+            for block in T.serial(num_blocks):
+                load(X, row, block, x)
+                T.reduce_sum(x, total, dim=0)
+                for i in tile.parallel(1):
+                    mean[i] += total[i] / n
+            for block in T.serial(num_blocks):
+                if num_blocks > 1:
+                    load(X, row, block, x)
+                for j in tile.parallel(block_n):
+                    centred = T.if_then_else(block * block_n + j < n, x[j] - mean[0], 0.0)
+                    square[j] = centred * centred
+                T.reduce_sum(square, total, dim=0)
+                for i in tile.parallel(1):
+                    rstd[i] += total[i] / n
+            for i in tile.parallel(1):
+                rstd[i] = 1.0 / T.sqrt(rstd[i] + eps)
+            for block in T.serial(num_blocks):
+                if num_blocks > 1:
+                    load(X, row, block, x)
+                for j in tile.parallel(block_n):
+                    col = block * block_n + j
+                    if col < n:
+                        Y[row, col] = T.cast(
+                            (x[j] - mean[0]) * rstd[0] * T.cast(weight[col], "float32")
+                            + T.cast(bias[col], "float32"),
+                            out_dtype,
+                        )
+
+    return layer_norm
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor) -> None:
+    """Write the normalised rows of x (m, n) to out (m, n); weight, bias (n,); all contiguous."""
+    tile, n = tile_for(x), x.shape[1]
+    schedule = row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
+    kernel = compile_kernel(
+        layer_norm_kernel, tile, n, eps, dtype_name(x), dtype_name(out), schedule
+    )
+    kernel(x, weight, bias, out)

@@ -1,0 +1,78 @@
+"""Row softmax, with padded columns masked.
+
+A row that fits in a fragment is read once. A wider one is read twice in pieces: first the running
+maximum and the sum rescaled to it (Milakov and Gimelshein, arXiv 1805.02867), then the values.
+"""
+
+import math
+
+import tilelang.language as T
+from torch import Tensor
+
+from minifused.kernels.build import compile_kernel, dtype_name, tile_for
+from minifused.kernels.schedule import RowSchedule, row_schedule
+from minifused.kernels.tile import Tile
+
+MAX_COLUMNS_IN_REGISTERS = 8192
+
+
+def row_softmax_kernel(
+    tile: Tile, n: int, valid: int, dtype: str, out_dtype: str, schedule: RowSchedule
+):
+    """Build Y (m, n) = softmax of X (m, n) along n over the first `valid` columns; m is dynamic.
+
+    Columns from `valid` on are 0. As in torch.softmax, a row of -inf gives NaN, and so does a row
+    that holds NaN or +inf.
+    """
+    block_n = schedule.block_n
+    m = T.dynamic("m")
+    minus_inf = -T.infinity("float32")
+    # 16-bit results hide the rounding of x * log2(e); float32 results would not (28 times the
+    # error at wide logits), so there the natural exponential is taken of the exact difference.
+    scale, exp = (1.0, T.exp) if out_dtype == "float32" else (math.log2(math.e), T.exp2)
+
+    @T.prim_func
+    def row_softmax(X: T.Tensor((m, n), dtype), Y: T.Tensor((m, n), out_dtype)):
+        with T.Kernel(m, threads=schedule.num_threads) as row:
+            x = tile.fragment((block_n,), "float32")
+            block_max = tile.fragment((1,), "float32")
+            block_sum = tile.fragment((1,), "float32")
+            row_max = tile.fragment((1,), "float32")
+            row_sum = tile.fragment((1,), "float32")
+            T.fill(row_max, minus_inf)
+            T.clear(row_sum)
+            for block in T.serial(T.ceildiv(valid, block_n)):
+                for j in tile.parallel(block_n):
+                    col = block * block_n + j
+                    x[j] = T.if_then_else(col < valid, T.cast(X[row, col], "float32"), minus_inf)
+                T.copy(row_max, block_max)
+                T.reduce_max(x, row_max, dim=0, clear=False)
+                for j in tile.parallel(block_n):
+                    # No finite value so far: shift by 0, not by -inf, which would give NaN.
+                    shift = T.if_then_else(row_max[0] == minus_inf, 0.0, row_max[0])
+                    x[j] = exp((x[j] - shift) * scale)
+                T.reduce_sum(x, block_sum, dim=0)
+                for i in tile.parallel(1):
+                    shift = T.if_then_else(row_max[i] == minus_inf, 0.0, row_max[i])
+                    row_sum[i] = row_sum[i] * exp((block_max[i] - shift) * scale) + block_sum[i]
+            for block in T.serial(T.ceildiv(n, block_n)):
+                for j in tile.parallel(block_n):
+                    col = block * block_n + j
+                    if col < n:
+                        if valid > block_n:
+                            x[j] = exp((T.cast(X[row, col], "float32") - row_max[0]) * scale)
+                        Y[row, col] = T.cast(
+                            T.if_then_else(col < valid, x[j] / row_sum[0], 0.0), out_dtype
+                        )
+
+    return row_softmax
+
+
+def row_softmax(x: Tensor, valid: int, out: Tensor) -> None:
+    """Write softmax(x (m, n)) over the first `valid` columns to out (m, n), both contiguous."""
+    tile, n = tile_for(x), x.shape[1]
+    schedule = row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
+    kernel = compile_kernel(
+        row_softmax_kernel, tile, n, valid, dtype_name(x), dtype_name(out), schedule
+    )
+    kernel(x, out)

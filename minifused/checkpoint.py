@@ -1,0 +1,261 @@
+"""Model folders in and out: config.json and safetensors, in the layout of Hugging Face's GPT-2.
+
+Files name tensors `transformer.h.0...` or `h.0...` and store the weights of c_attn, c_fc and c_proj
+as (in, out). The rest of the project uses the twin's names and (out, in), as in `nn.Linear`.
+"""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialise
+from torch import Tensor
+
+from minifused.config import GPTConfig
+from minifused.errors import UserError
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PREFIX = "transformer."
+DTYPES = ("F64", "F32", "F16", "BF16")
+MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+CONV1D_WEIGHT = re.compile(r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight")
+
+
+def load_config(folder: Path) -> GPTConfig:
+    """Read the configuration of a model folder.
+
+    Raises:
+        UserError: the folder or its config.json is missing or cannot be read, or is no GPT-2.
+    """
+    path = Path(folder) / CONFIG_FILE
+    if not path.parent.is_dir():
+        raise UserError(f"{path.parent}: no such folder; give a folder with a model in it")
+    if not path.is_file():
+        raise UserError(f"{path.parent}: no {CONFIG_FILE} in this folder; give a model folder")
+    try:
+        return GPTConfig.from_dict(_read_json(path))
+    except UserError as error:
+        message = str(error)
+        raise UserError(message if str(path) in message else f"{path}: {message}") from None
+
+
+def load_weights(folder: Path, config: GPTConfig) -> dict[str, Tensor]:
+    """Read all weights of a model folder, in their stored dtype, on the CPU.
+
+    Tensors are mapped from the file, but for the transposed ones, which are copies. The weights
+    are checked against `expected_shapes(config)` before any is read.
+
+    Returns:
+        Tensors under the twin's names, weights (out, in): what `Twin.load_state_dict` takes.
+
+    Raises:
+        UserError: a file is missing or damaged, or a tensor is missing, unknown or misshapen.
+    """
+    files = _tensor_files(Path(folder))
+    names = _twin_names(files, config)
+    _check_names(names, config, Path(folder))
+    with ExitStack() as stack:
+        paths = sorted(set(files.values()))
+        handles = {path: stack.enter_context(_open(path)) for path in paths}
+        for name, stored in names.items():
+            _check_tensor(handles[files[stored]], name, stored, files[stored], config)
+        tensors = {
+            name: handles[files[stored]].get_tensor(stored) for name, stored in names.items()
+        }
+    return {name: _transpose_conv1d(name, tensor) for name, tensor in tensors.items()}
+
+
+def save(
+    folder: Path,
+    config: GPTConfig,
+    state_dict: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a model folder that `load_config`, `load_weights` and Hugging Face can read.
+
+    Each file is written beside its target and then renamed, so none is ever half-written.
+
+    Args:
+        state_dict: all tensors of `expected_shapes(config)`, on any device.
+        dtype: what to store; None stores each tensor in its own dtype.
+
+    Raises:
+        UserError: the folder cannot be written.
+        ValueError: `state_dict` does not fit `config`.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+    if shapes != expected_shapes(config):
+        raise ValueError("the names and shapes of state_dict do not fit config")
+    tensors = dict(_stored(name, tensor.to("cpu", dtype)) for name, tensor in state_dict.items())
+    text = json.dumps(config.to_dict(), indent=2) + "\n"
+    try:  # safetensors' own save_file would leave the file unreadable for other users
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        _replace(Path(folder) / WEIGHTS_FILE, serialise(tensors, metadata={"format": "pt"}))
+        _replace(Path(folder) / CONFIG_FILE, text.encode())
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder}: cannot write the model here ({error})") from error
+
+
+def expected_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor of a model, under the twin's names, weights (out, in)."""
+    width, inner = config.n_embd, config.inner_dim
+    linears = {
+        "attn.c_attn": (3 * width, width),
+        "attn.c_proj": (width, width),
+        "mlp.c_fc": (inner, width),
+        "mlp.c_proj": (width, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "wte.weight": (config.vocab_size, width),
+        "wpe.weight": (config.n_positions, width),
+        "ln_f.weight": (width,),
+        "ln_f.bias": (width,),
+    }
+    for layer in range(config.n_layer):
+        for norm in ("ln_1", "ln_2"):
+            shapes |= {f"h.{layer}.{norm}.{part}": (width,) for part in ("weight", "bias")}
+        for linear, shape in linears.items():
+            shapes[f"h.{layer}.{linear}.weight"] = shape
+            shapes[f"h.{layer}.{linear}.bias"] = shape[:1]
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, width)
+    return shapes
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        remedy = "fetch the file again"
+        raise UserError(f"{path}: {_describe(path)}, not valid JSON; {remedy}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds no JSON object; fetch the file again")
+    return values
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """The file of each stored tensor. Files that an index does not name are left alone."""
+    if (folder / WEIGHTS_FILE).is_file():
+        path = folder / WEIGHTS_FILE
+        with _open(path) as handle:
+            return dict.fromkeys(handle.keys(), path)
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        found = f"no {WEIGHTS_FILE} or {INDEX_FILE}"
+        raise UserError(f"{folder}: {found} in this folder; put the model's weights there")
+    weight_map = _read_json(index).get("weight_map")
+    # A bare file name: an index must not reach out of its folder.
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) and file == Path(file).name for file in weight_map.values()
+    ):
+        raise UserError(f"{index}: weight_map does not give a file of the folder for each tensor")
+    for file in sorted(set(weight_map.values())):
+        if not (folder / file).is_file():
+            raise UserError(f"{folder / file}: named by {INDEX_FILE}, but missing; fetch it again")
+    return {name: folder / file for name, file in weight_map.items()}
+
+
+def _twin_names(files: Mapping[str, Path], config: GPTConfig) -> dict[str, str]:
+    """Map the twin's name of each parameter to its stored name; mask buffers are left out."""
+    names: dict[str, str] = {}
+    for stored, path in files.items():
+        name = stored.removeprefix(PREFIX)
+        if MASK_BUFFER.fullmatch(name):
+            continue
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if name in names:
+            raise UserError(f"{path}: {names[name]} and {stored} are one tensor; remove one")
+        names[name] = stored
+    return names
+
+
+def _check_names(names: Mapping[str, str], config: GPTConfig, folder: Path) -> None:
+    expected = expected_shapes(config)
+    missing = [name for name in expected if name not in names]
+    if missing:
+        raise UserError(
+            f"{folder}: the weights lack {_some(missing)}; {CONFIG_FILE} does not fit them, "
+            "or the file is not whole"
+        )
+    unexpected = [stored for name, stored in names.items() if name not in expected]
+    if unexpected:
+        raise UserError(
+            f"{folder}: the weights hold {_some(unexpected)}, unknown to a GPT-2 of "
+            f"{config.n_layer} layers; {CONFIG_FILE} does not fit them"
+        )
+
+
+def _check_tensor(handle: safe_open, name: str, stored: str, path: Path, config: GPTConfig) -> None:
+    try:
+        view = handle.get_slice(stored)
+    except SafetensorError as error:
+        raise UserError(f"{path}: lacks {stored}, which {INDEX_FILE} puts there") from error
+    shape, expected = tuple(view.get_shape()), expected_shapes(config)[name]
+    conv1d = CONV1D_WEIGHT.fullmatch(name) is not None
+    needed = expected[::-1] if conv1d else expected
+    if shape != needed:
+        cause = f"{CONFIG_FILE} does not fit the weights"
+        if conv1d and shape == expected:
+            cause = "it seems stored as (out, in), and GPT-2 files hold (in, out): transpose it"
+        raise UserError(f"{path}: {stored} has shape {shape}, but {needed} is needed; {cause}")
+    if view.get_dtype() not in DTYPES:
+        kinds = ", ".join(DTYPES)
+        raise UserError(f"{path}: {stored} is {view.get_dtype()}; only {kinds} can be read")
+
+
+def _stored(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """A parameter as files hold it, under its name there."""
+    stored = name if name == "lm_head.weight" else PREFIX + name
+    return stored, _transpose_conv1d(name, tensor).contiguous()
+
+
+def _transpose_conv1d(name: str, tensor: Tensor) -> Tensor:
+    """Turn (in, out) into (out, in) or back, if the tensor is one that files store turned."""
+    return tensor.t().contiguous() if CONV1D_WEIGHT.fullmatch(name) else tensor
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: {_describe(path)}; fetch the file again") from error
+
+
+def _describe(path: Path) -> str:
+    """Say what a file that cannot be read seems to be, with its size."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            start = file.read(64).lstrip().lower()
+    except OSError as error:
+        return f"{size:,} bytes that cannot be read ({error.strerror})"
+    if start.startswith(b"version https://git-lfs"):
+        return f"{size:,} bytes that look like a Git LFS pointer (try `git lfs pull`)"
+    if start.startswith((b"<!doctype", b"<html")):
+        return f"{size:,} bytes that look like a web page"
+    return f"{size:,} bytes, an incomplete download or another kind of file"
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a temporary file beside `path`, then rename it to `path`."""
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=path.parent) as scratch:
+        temporary = Path(scratch) / path.name
+        temporary.write_bytes(data)
+        os.replace(temporary, path)

@@ -1,0 +1,171 @@
+"""GPT-2 on fused kernels: the model calls the operations and knows no kernel, device or backend.
+
+Attributes carry the names of GPT-2's checkpoints; weights are (out, in) as in `nn.Linear`. The
+residual stream is float32 whatever the dtype of the weights.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from minifused import ops
+from minifused.cache import KVCache
+from minifused.config import GPTConfig
+
+VOCAB_MULTIPLE = 64  # the head's rows are padded to this, and the pad never leaves the model
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+class Affine(nn.Module):
+    """Weight (N, K) and bias (N,) of a linear layer, or both (N,) of a layer norm."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.weight = _parameter(*shape)
+        self.bias = _parameter(shape[0])
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention of one layer."""
+
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.layer, self.n_head = layer, config.n_head
+        self.c_attn = Affine(3 * config.n_embd, config.n_embd)
+        self.c_proj = Affine(config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor, residual: Tensor, cache: KVCache | None) -> Tensor:
+        """residual (B, T, C) float32 plus the attention of x (B, T, C)."""
+        qkv = ops.linear(x, self.c_attn.weight, self.c_attn.bias)  # (B, T, 3 * C)
+        qkv = rearrange(qkv, "b t (three h d) -> b t three h d", three=3, h=self.n_head)
+        y = self.attend(qkv, cache)  # (B, T, H, D)
+        y = rearrange(y, "b t h d -> b t (h d)")
+        return ops.linear(y, self.c_proj.weight, self.c_proj.bias, residual=residual)
+
+    def attend(self, qkv: Tensor, cache: KVCache | None) -> Tensor:
+        """Attention of packed qkv (B, T, 3, H, D) to itself and to what is cached before it."""
+        if cache is None:
+            return ops.attention(qkv)
+        keys, values = cache.keys[self.layer], cache.values[self.layer]
+        ops.append_kv(keys, values, qkv, None, cache.lengths)
+        if qkv.shape[1] == 1:
+            return ops.decode_attention(qkv, keys, values, cache.lengths + 1)
+        if cache.longest == 0:
+            return ops.attention(qkv)
+        q = qkv[:, :, 0]  # (B, T, H, D)
+        return ops.attention(q, keys, values, kv_lengths=cache.lengths + qkv.shape[1])
+
+
+class MLP(nn.Module):
+    """Two linear layers, the first fused with its activation, the second with the residual."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.activation = config.activation
+        self.c_fc = Affine(config.inner_dim, config.n_embd)
+        self.c_proj = Affine(config.n_embd, config.inner_dim)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual (B, T, C) float32 plus the MLP of x (B, T, C)."""
+        x = ops.linear(x, self.c_fc.weight, self.c_fc.bias, self.activation)  # (B, T, inner_dim)
+        return ops.linear(x, self.c_proj.weight, self.c_proj.bias, residual=residual)
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each behind a layer norm and added to the residual stream."""
+
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.eps = config.layer_norm_epsilon
+        self.ln_1 = Affine(config.n_embd)
+        self.attn = Attention(config, layer)
+        self.ln_2 = Affine(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        """The residual stream (B, T, C), float32, after this layer."""
+        x = self.attn(ops.layer_norm(x, self.ln_1.weight, self.ln_1.bias, self.eps), x, cache)
+        return self.mlp(ops.layer_norm(x, self.ln_2.weight, self.ln_2.bias, self.eps), x)
+
+
+class GPT(nn.Module):
+    """GPT-2 for inference, in float32, float16 or bfloat16."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        padded = -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        self.wte = nn.ParameterDict({"weight": _parameter(padded, config.n_embd)})
+        self.wpe = nn.ParameterDict({"weight": _parameter(config.n_positions, config.n_embd)})
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = Affine(config.n_embd)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.ParameterDict({"weight": _parameter(padded, config.n_embd)})
+
+    @classmethod
+    def from_weights(
+        cls,
+        config: GPTConfig,
+        weights: Mapping[str, Tensor],
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> "GPT":
+        """A model with the weights of a checkpoint or of the twin's `state_dict()`."""
+        with torch.device("meta"):
+            model = cls(config)
+        state = {name: w.to(device=device, dtype=dtype) for name, w in weights.items()}
+        for name in state.keys() & {"wte.weight", "lm_head.weight"}:
+            pad = -state[name].shape[0] % VOCAB_MULTIPLE
+            state[name] = F.pad(state[name], (0, 0, 0, pad)).contiguous()
+        model.load_state_dict(state, assign=True)
+        return model.requires_grad_(False).eval()
+
+    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
+        """An empty cache for `batch_size` rows of up to `capacity` positions."""
+        weight = self.wte["weight"]
+        return KVCache(self.config, batch_size, capacity, weight.device, weight.dtype)
+
+    def forward(
+        self, tokens: Tensor, cache: KVCache | None = None, last_only: bool = False
+    ) -> Tensor:
+        """Score each possible next token.
+
+        Args:
+            tokens: (B, T), int64. With a cache each row goes on at its `cache.lengths`.
+            cache: from `new_cache`; holds the new positions too afterwards.
+            last_only: score the last position alone.
+
+        Returns:
+            Logits, float32, (B, T, vocab_size) or (B, 1, vocab_size).
+
+        Raises:
+            ValueError: there are more positions than the model or the cache has.
+        """
+        self._require_room(tokens.shape[1], cache)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
+        if cache is not None:
+            positions = positions + cache.lengths[:, None]  # (B, T)
+        wte, wpe = self.wte["weight"], self.wpe["weight"]
+        x = F.embedding(tokens, wte).float() + F.embedding(positions, wpe).float()  # (B, T, C)
+        for block in self.h:
+            x = block(x, cache)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        x = x[:, -1:] if last_only else x
+        x = ops.layer_norm(x, self.ln_f.weight, self.ln_f.bias, self.config.layer_norm_epsilon)
+        head = wte if self.config.tie_word_embeddings else self.lm_head["weight"]
+        logits = ops.linear(x, head, out_dtype=torch.float32)
+        return logits[..., : self.config.vocab_size]
+
+    def _require_room(self, count: int, cache: KVCache | None) -> None:
+        limit, end = self.config.n_positions, count
+        if cache is not None:
+            limit, end = min(limit, cache.capacity), cache.longest + count
+        if end > limit:
+            raise ValueError(f"{end} positions, but the model or its cache ends at {limit}")

@@ -1,0 +1,526 @@
+"""The seam between the model and the kernels: one public function an operation.
+
+Each is an operator of `torch.ops.minifused` with a fake function, so that it runs under
+`torch.compile(fullgraph=True)`; given `out`, it writes there and allocates nothing, as captured
+CUDA graphs need. They check their arguments, copy strided inputs and pick a kernel; they are for
+inference and have no backward. All raise ValueError, naming the tensor, its shape and what was
+expected. On a CPU the kernels are float32: 16-bit tensors are cast on the way in and out, and a
+warning says so once.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from minifused.kernels.append_kv import append_kv as append_kv_kernel
+from minifused.kernels.decode_attention import decode_attention as decode_attention_kernel
+from minifused.kernels.epilogue import ACTIVATIONS
+from minifused.kernels.flash_attention import flash_attention as flash_attention_kernel
+from minifused.kernels.gemm import gemm as gemm_kernel
+from minifused.kernels.layer_norm import layer_norm as layer_norm_kernel
+from minifused.kernels.row_softmax import row_softmax as row_softmax_kernel
+from minifused.kernels.skinny_gemm import skinny_gemm as skinny_gemm_kernel
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_SKINNY_ROWS = 16  # with more, tensor cores have rows enough to be worth their tiles
+MAX_HEAD_DIM = 256  # tiles of larger heads do not fit in shared memory
+MAX_GRID_YZ = 65535  # blocks along the y and z axes of a CUDA grid
+
+_library = torch.library.Library("minifused", "DEF")
+
+
+def _define(schema: str, run: Callable, fake: Callable) -> Callable:
+    """Register an operator and its fake function, for CPU and CUDA tensors alike; return it."""
+    name = schema.split("(")[0]
+    _library.define(schema)
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, run, device)
+    torch.library.register_fake(f"minifused::{name}", fake, lib=_library)
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.minifused, packet), overload or "default")
+
+
+def _writes(*args, **kwargs) -> None:
+    """The fake function of an operator that returns nothing and writes to an argument."""
+
+
+def _require(ok: bool, name: str, tensor: Tensor, expected: str) -> None:
+    if not ok:
+        raise ValueError(
+            f"{name} is {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}: "
+            f"expected {expected}"
+        )
+
+
+def _require_like(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    if tensor.shape != shape or tensor.dtype != like.dtype or tensor.device != like.device:
+        _require(False, name, tensor, f"{tuple(shape)}, {like.dtype} on {like.device}")
+
+
+def _require_float(name: str, tensor: Tensor) -> None:
+    _require(tensor.dtype in DTYPES, name, tensor, "float32, float16 or bfloat16")
+
+
+def _require_out(out: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    ok = out.shape == shape and out.device == like.device and out.is_contiguous()
+    if not ok or out.dtype not in DTYPES:
+        _require(False, "out", out, f"a contiguous {tuple(shape)} on {like.device}")
+
+
+def _require_lengths(name: str, lengths: Tensor, batch: int, like: Tensor) -> None:
+    ok = lengths.shape == (batch,) and lengths.dtype == torch.int32
+    if not ok or lengths.device != like.device:
+        _require(False, name, lengths, f"({batch},), torch.int32 on {like.device}")
+
+
+def _require_grid(what: str, blocks: int, tensor: Tensor) -> None:
+    if tensor.is_cuda and blocks > MAX_GRID_YZ:
+        raise ValueError(f"{what} is {blocks}: a CUDA grid has at most {MAX_GRID_YZ}")
+
+
+@functools.cache
+def _warn_of_cast(dtype: torch.dtype) -> None:
+    warnings.warn(f"CPU kernels are float32: {dtype} tensors are cast to it", stacklevel=4)
+
+
+def _float32_on_cpu(launch: Callable[..., None]) -> Callable[..., None]:
+    """Let launch(x, *arguments, out) see float32 tensors alone if it runs on a CPU."""
+
+    @functools.wraps(launch)
+    def run(x: Tensor, *arguments, out: Tensor) -> None:
+        if out.is_cuda or x.dtype == out.dtype == torch.float32:
+            return launch(x, *arguments, out=out)
+        _warn_of_cast(out.dtype if x.dtype == torch.float32 else x.dtype)
+        result = out.float()
+        cast = [
+            a.float() if isinstance(a, Tensor) and a.is_floating_point() else a
+            for a in (x, *arguments)
+        ]
+        launch(*cast, out=result)
+        if result is not out:
+            out.copy_(result)
+
+    return run
+
+
+# Linear: x (..., K) @ weight (N, K)^T
+
+
+@_float32_on_cpu
+def _launch_linear(x, weight, bias, activation, residual, *, out) -> None:
+    n, k = weight.shape
+    x = x.contiguous().view(-1, k)
+    bias = bias if bias is None else bias.contiguous()
+    residual = residual if residual is None else residual.contiguous()
+    kernel = skinny_gemm_kernel if x.shape[0] <= MAX_SKINNY_ROWS else gemm_kernel
+    kernel(x, weight.contiguous(), bias, activation, residual, out.view(-1, n))
+
+
+def _linear_out(x, weight, bias=None, activation=None, residual=None, *, out) -> None:
+    _require_float("x", x)
+    _require(weight.dim() == 2 and weight.numel() > 0, "weight", weight, "(N, K), neither 0")
+    n, k = weight.shape
+    _require(x.dim() > 0 and x.shape[-1] == k, "x", x, f"(..., {k}), as weight has {k} columns")
+    _require_like("weight", weight, (n, k), x)
+    if bias is not None:
+        _require_like("bias", bias, (n,), x)
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}: expected None or one of {ACTIVATIONS}")
+    _require_out(out, (*x.shape[:-1], n), x)
+    if residual is not None:
+        _require_like("residual", residual, out.shape, out)
+    _require_grid("the number of tiles of 64 rows of weight", n // 64, x)
+    if out.numel():
+        _launch_linear(x, weight, bias, activation, residual, out=out)
+
+
+def _linear_empty(x, weight, bias=None, activation=None, residual=None, out_dtype=None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
+
+
+def _linear(x, weight, bias=None, activation=None, residual=None, out_dtype=None) -> Tensor:
+    out = _linear_empty(x, weight, out_dtype=out_dtype)
+    _linear_out(x, weight, bias, activation, residual, out=out)
+    return out
+
+
+_LINEAR = "Tensor x, Tensor weight, Tensor? bias=None, str? activation=None, Tensor? residual=None"
+_linear_op = _define(
+    f"linear({_LINEAR}, ScalarType? out_dtype=None) -> Tensor", _linear, _linear_empty
+)
+_linear_out_op = _define(f"linear.out({_LINEAR}, *, Tensor(a!) out) -> ()", _linear_out, _writes)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """activation(x @ weight^T + bias) + residual in one kernel, summed in float32.
+
+    Args:
+        x: (..., K). weight: (N, K). bias: (N,). All of one dtype.
+        activation: None, "gelu_tanh" (GPT-2's), "gelu" (erf) or "relu".
+        residual: (..., N), in the dtype of the result.
+        out_dtype: of the result; x's if None. Ignored with out.
+        out: contiguous (..., N) to write to.
+
+    Returns:
+        (..., N).
+    """
+    if out is None:
+        return _linear_op(x, weight, bias, activation, residual, out_dtype)
+    _linear_out_op(x, weight, bias, activation, residual, out=out)
+    return out
+
+
+# Attention: q (B, Tq, H, D) against k, v (B, Tk, H, D), or one packed qkv (B, T, 3, H, D)
+
+
+@_float32_on_cpu
+def _launch_attention(q, k, v, causal, scale, q_lengths, kv_lengths, *, out) -> None:
+    q = q.contiguous()
+    k, v = (q, q) if k is None else (k.contiguous(), v.contiguous())
+    flash_attention_kernel(q, k, v, causal, scale, q_lengths, kv_lengths, out)
+
+
+def _attention_out(
+    q, k=None, v=None, causal=True, scale=None, q_lengths=None, kv_lengths=None, *, out
+) -> None:
+    _require_float("q", q)
+    if k is None:
+        _require(q.dim() == 5 and q.shape[2] == 3, "q", q, "(B, T, 3, H, D), as k is not given")
+    else:
+        _require(q.dim() == 4 and v is not None, "q", q, "(B, Tq, H, D), and k and v given")
+    batch, q_len, heads, head_dim = _output_shape(q)
+    k_len = q_len if k is None else k.shape[1]
+    if k is not None:
+        _require_like("k", k, (batch, k_len, heads, head_dim), q)
+        _require_like("v", v, (batch, k_len, heads, head_dim), q)
+    _require(0 < head_dim <= MAX_HEAD_DIM, "q", q, f"a head size from 1 to {MAX_HEAD_DIM}")
+    _require_out(out, (batch, q_len, heads, head_dim), q)
+    _require_grid("the batch size", batch, q)
+    _require_grid("the number of heads", heads, q)
+    if q_lengths is not None or kv_lengths is not None:
+        q_lengths = _lengths("q_lengths", q_lengths, q_len, q)
+        kv_lengths = _lengths("kv_lengths", kv_lengths, k_len, q)
+    if out.numel():
+        scale = head_dim**-0.5 if scale is None else scale
+        _launch_attention(q, k, v, causal, scale, q_lengths, kv_lengths, out=out)
+
+
+def _lengths(name: str, lengths: Tensor | None, full: int, like: Tensor) -> Tensor:
+    batch = like.shape[0]
+    if lengths is None:
+        return torch.full((batch,), full, dtype=torch.int32, device=like.device)
+    _require_lengths(name, lengths, batch, like)
+    return lengths.contiguous()
+
+
+def _output_shape(q: Tensor) -> tuple[int, ...]:
+    return tuple(q.shape) if q.dim() == 4 else (*q.shape[:2], *q.shape[3:])
+
+
+def _attention_empty(
+    q, k=None, v=None, causal=True, scale=None, q_lengths=None, kv_lengths=None
+) -> Tensor:
+    return q.new_empty(_output_shape(q))
+
+
+def _attention(
+    q, k=None, v=None, causal=True, scale=None, q_lengths=None, kv_lengths=None
+) -> Tensor:
+    out = _attention_empty(q)
+    _attention_out(q, k, v, causal, scale, q_lengths, kv_lengths, out=out)
+    return out
+
+
+_ATTENTION = (
+    "Tensor q, Tensor? k=None, Tensor? v=None, bool causal=True, float? scale=None, "
+    "Tensor? q_lengths=None, Tensor? kv_lengths=None"
+)
+_attention_op = _define(f"attention({_ATTENTION}) -> Tensor", _attention, _attention_empty)
+_attention_out_op = _define(
+    f"attention.out({_ATTENTION}, *, Tensor(a!) out) -> ()", _attention_out, _writes
+)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    q_lengths: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """softmax(q k^T * scale) v by FlashAttention.
+
+    Args:
+        q: (B, Tq, H, D) with k, v (B, Tk, H, D), or alone a packed qkv (B, T, 3, H, D); D <= 256.
+        causal: query i sees keys up to i + Tk - Tq (bottom-right), with the lengths for Tq and Tk.
+        scale: D ** -0.5 if None.
+        q_lengths, kv_lengths: (B,) int32, how many queries and keys of each batch row are valid;
+            all if None. Keys past the length have weight 0 but have to be finite.
+        out: contiguous (B, Tq, H, D) to write to.
+
+    Returns:
+        (B, Tq, H, D). Rows that see no key, and rows past their length, are 0.
+    """
+    if out is None:
+        return _attention_op(q, k, v, causal, scale, q_lengths, kv_lengths)
+    _attention_out_op(q, k, v, causal, scale, q_lengths, kv_lengths, out=out)
+    return out
+
+
+# KV cache: (B, capacity, H, D)
+
+
+def _require_caches(k_cache: Tensor, v_cache: Tensor, like: Tensor) -> None:
+    _require(k_cache.dim() == 4, "k_cache", k_cache, "(B, capacity, H, D)")
+    shape = (like.shape[0], k_cache.shape[1], *like.shape[-2:])
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _require_like(name, cache, shape, like)
+        if not cache.is_contiguous():
+            raise ValueError(
+                f"{name} has strides {cache.stride()}: pass the whole contiguous buffer, and "
+                "lengths or positions for the rows in use; a copy would not be the cache"
+            )
+    _require_grid("the batch size", like.shape[0], like)
+
+
+def _append_kv(k_cache, v_cache, k, v, positions) -> None:
+    _require_float("k", k)
+    if v is None:
+        _require(k.dim() == 5 and k.shape[2] == 3, "k", k, "(B, T, 3, H, D), as v is not given")
+    else:
+        _require(k.dim() == 4, "k", k, "(B, T, H, D)")
+        _require_like("v", v, k.shape, k)
+    _require_caches(k_cache, v_cache, k)
+    _require_lengths("positions", positions, k.shape[0], k)
+    if not k.numel() or not k_cache.numel():
+        return
+    k = k.contiguous()
+    v, positions = (k if v is None else v.contiguous()), positions.contiguous()
+    if k.is_cuda or k.dtype == torch.float32:
+        append_kv_kernel(k, v, positions, k_cache, v_cache)
+    else:
+        _warn_of_cast(k.dtype)
+        caches = k_cache.float(), v_cache.float()
+        append_kv_kernel(k.float(), v.float(), positions, *caches)
+        k_cache.copy_(caches[0])
+        v_cache.copy_(caches[1])
+
+
+_append_kv_op = _define(
+    "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor? v, Tensor positions) "
+    "-> ()",
+    _append_kv,
+    _writes,
+)
+
+
+def append_kv(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor | None, positions: Tensor
+) -> None:
+    """Write keys and values to cache rows positions[b], positions[b] + 1, … in place.
+
+    Args:
+        k_cache, v_cache: whole contiguous buffers, (B, capacity, H, D).
+        k, v: (B, T, H, D), or k alone a packed qkv (B, T, 3, H, D).
+        positions: (B,) int32, where the first of the T rows goes; what would fall outside the
+            cache is not written.
+    """
+    _append_kv_op(k_cache, v_cache, k, v, positions)
+
+
+@_float32_on_cpu
+def _launch_decode_attention(q, k_cache, v_cache, lengths, scale, *, out) -> None:
+    q = q.contiguous().squeeze(1)
+    decode_attention_kernel(q, k_cache, v_cache, lengths, scale, out.squeeze(1))
+
+
+def _decode_attention_out(q, k_cache, v_cache, lengths, scale=None, *, out) -> None:
+    _require_float("q", q)
+    packed = q.dim() == 5 and q.shape[2] == 3
+    ok = (packed or q.dim() == 4) and q.shape[1] == 1
+    _require(ok, "q", q, "(B, 1, H, D) or (B, 1, 3, H, D): one query a row")
+    _require_caches(k_cache, v_cache, q)
+    _require_lengths("lengths", lengths, q.shape[0], q)
+    head_dim = q.shape[-1]
+    _require(0 < head_dim <= MAX_HEAD_DIM, "q", q, f"a head size from 1 to {MAX_HEAD_DIM}")
+    _require_out(out, _output_shape(q), q)
+    if out.numel():
+        scale = head_dim**-0.5 if scale is None else scale
+        _launch_decode_attention(q, k_cache, v_cache, lengths.contiguous(), scale, out=out)
+
+
+def _decode_attention_empty(q, k_cache, v_cache, lengths, scale=None) -> Tensor:
+    return q.new_empty(_output_shape(q))
+
+
+def _decode_attention(q, k_cache, v_cache, lengths, scale=None) -> Tensor:
+    out = _decode_attention_empty(q, k_cache, v_cache, lengths)
+    _decode_attention_out(q, k_cache, v_cache, lengths, scale, out=out)
+    return out
+
+
+_DECODE = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, float? scale=None"
+_decode_attention_op = _define(
+    f"decode_attention({_DECODE}) -> Tensor", _decode_attention, _decode_attention_empty
+)
+_decode_attention_out_op = _define(
+    f"decode_attention.out({_DECODE}, *, Tensor(a!) out) -> ()", _decode_attention_out, _writes
+)
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    scale: float | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of one query a row over the first lengths[b] rows of a KV cache.
+
+    Args:
+        q: (B, 1, H, D), or the packed qkv (B, 1, 3, H, D) whose query is meant; D <= 256.
+        k_cache, v_cache: whole contiguous buffers, (B, capacity, H, D).
+        lengths: (B,) int32. Rows from lengths[b] on are never read; a length of 0 gives 0.
+        scale: D ** -0.5 if None.
+        out: contiguous (B, 1, H, D) to write to.
+
+    Returns:
+        (B, 1, H, D).
+    """
+    if out is None:
+        return _decode_attention_op(q, k_cache, v_cache, lengths, scale)
+    _decode_attention_out_op(q, k_cache, v_cache, lengths, scale, out=out)
+    return out
+
+
+# Rows: softmax and layer norm of x (..., N)
+
+
+@_float32_on_cpu
+def _launch_softmax(x, valid, *, out) -> None:
+    n = x.shape[-1]
+    row_softmax_kernel(x.contiguous().view(-1, n), valid, out.view(-1, n))
+
+
+def _softmax_out(x, valid=None, *, out) -> None:
+    _require_float("x", x)
+    _require(x.dim() > 0 and x.shape[-1] > 0, "x", x, "(..., N) with at least one column")
+    valid = x.shape[-1] if valid is None else valid
+    if not 0 < valid <= x.shape[-1]:
+        raise ValueError(f"valid is {valid}: expected 1 to {x.shape[-1]}, the columns of x")
+    _require_out(out, x.shape, x)
+    if out.numel():
+        _launch_softmax(x, valid, out=out)
+
+
+def _softmax_empty(x, valid=None, out_dtype=None) -> Tensor:
+    return x.new_empty(x.shape, dtype=out_dtype or x.dtype)
+
+
+def _softmax(x, valid=None, out_dtype=None) -> Tensor:
+    out = _softmax_empty(x, out_dtype=out_dtype)
+    _softmax_out(x, valid, out=out)
+    return out
+
+
+_softmax_op = _define(
+    "softmax(Tensor x, int? valid=None, ScalarType? out_dtype=None) -> Tensor",
+    _softmax,
+    _softmax_empty,
+)
+_softmax_out_op = _define(
+    "softmax.out(Tensor x, int? valid=None, *, Tensor(a!) out) -> ()", _softmax_out, _writes
+)
+
+
+def softmax(
+    x: Tensor,
+    valid: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Softmax over the last dimension.
+
+    Args:
+        x: (..., N).
+        valid: softmax over the first `valid` columns, 0 in the others; all if None.
+        out_dtype: of the result; x's if None. Ignored with out.
+        out: contiguous (..., N) to write to.
+
+    Returns:
+        (..., N). As in torch.softmax, a row of -inf, or with a NaN or +inf in it, is all NaN (in
+        its valid columns).
+    """
+    if out is None:
+        return _softmax_op(x, valid, out_dtype)
+    _softmax_out_op(x, valid, out=out)
+    return out
+
+
+@_float32_on_cpu
+def _launch_layer_norm(x, weight, bias, eps, *, out) -> None:
+    n = x.shape[-1]
+    x, out = x.contiguous().view(-1, n), out.view(-1, n)
+    layer_norm_kernel(x, weight.contiguous(), bias.contiguous(), eps, out)
+
+
+def _layer_norm_out(x, weight, bias, eps=1e-5, *, out) -> None:
+    _require_float("x", x)
+    _require(x.dim() > 0 and x.shape[-1] > 0, "x", x, "(..., N) with at least one column")
+    _require_out(out, x.shape, x)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        _require_like(name, tensor, (x.shape[-1],), out)
+    if out.numel():
+        _launch_layer_norm(x, weight, bias, eps, out=out)
+
+
+def _layer_norm_empty(x, weight, bias, eps=1e-5) -> Tensor:
+    return x.new_empty(x.shape, dtype=weight.dtype)
+
+
+def _layer_norm(x, weight, bias, eps=1e-5) -> Tensor:
+    out = _layer_norm_empty(x, weight, bias)
+    _layer_norm_out(x, weight, bias, eps, out=out)
+    return out
+
+
+_LAYER_NORM = "Tensor x, Tensor weight, Tensor bias, float eps=1e-05"
+_layer_norm_op = _define(f"layer_norm({_LAYER_NORM}) -> Tensor", _layer_norm, _layer_norm_empty)
+_layer_norm_out_op = _define(
+    f"layer_norm.out({_LAYER_NORM}, *, Tensor(a!) out) -> ()", _layer_norm_out, _writes
+)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, out: Tensor | None = None
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension.
+
+    Args:
+        x: (..., N), in any dtype: a float32 residual stream goes in, weight's dtype comes out.
+        weight, bias: (N,), in the dtype of the result.
+        out: contiguous (..., N) to write to.
+
+    Returns:
+        (..., N) in weight's dtype.
+    """
+    if out is None:
+        return _layer_norm_op(x, weight, bias, eps)
+    _layer_norm_out_op(x, weight, bias, eps, out=out)
+    return out
