@@ -1,11 +1,17 @@
 """Append keys and values to a KV cache, at a position of each batch row's own."""
 
+import functools
+from collections.abc import Callable
+
 import tilelang.language as T
+import torch
 from torch import Tensor
 
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
 from minifused.kernels.schedule import RowSchedule, row_schedule
 from minifused.kernels.tile import Tile
+
+MAX_COLUMNS_A_BLOCK = 1024
 
 
 def append_kv_kernel(tile: Tile, width: int, packed: bool, dtype: str, schedule: RowSchedule):
@@ -41,6 +47,15 @@ def append_kv_kernel(tile: Tile, width: int, packed: bool, dtype: str, schedule:
     return append_kv
 
 
+@functools.cache
+def _select(
+    device: torch.device, width: int, packed: bool, dtype: torch.dtype
+) -> Callable[..., None]:
+    tile = tile_for(device)
+    schedule = row_schedule(tile, width, MAX_COLUMNS_A_BLOCK)
+    return compile_kernel(append_kv_kernel, tile, width, packed, dtype_name(dtype), schedule)
+
+
 def append_kv(
     k: Tensor, v: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor
 ) -> None:
@@ -52,6 +67,4 @@ def append_kv(
     width = k.shape[-2] * k.shape[-1]
     k, v = (x.view(x.shape[0], x.shape[1], 3 if packed else 1, width) for x in (k, v))
     caches = (c.view(c.shape[0], c.shape[1], width) for c in (k_cache, v_cache))
-    tile, dtype = tile_for(k), dtype_name(k)
-    kernel = compile_kernel(append_kv_kernel, tile, width, packed, dtype, row_schedule(tile, width, 1024))
-    kernel(k, v, positions, *caches)
+    _select(k.device, width, packed, k.dtype)(k, v, positions, *caches)

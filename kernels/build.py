@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 import os
+import platform
 import shutil
 import threading
 import time
@@ -31,9 +32,11 @@ from tilelang.contrib.cc import get_cplus_compiler
 # would switch the whole process to flush-to-zero when the library is loaded, and -march=native
 # would make cached libraries crash on another CPU.
 CPU_FLAGS = [
-    "-O3", "-mavx2", "-mfma", "-fno-math-errno", "-fno-trapping-math",
+    "-O3", "-fno-math-errno", "-fno-trapping-math",
     "-fassociative-math", "-fno-signed-zeros", "-freciprocal-math",
 ]  # fmt: skip
+if platform.machine() in ("x86_64", "AMD64"):
+    CPU_FLAGS += ["-mavx2", "-mfma"]
 
 logging.getLogger("tilelang").setLevel(logging.ERROR)
 
@@ -53,19 +56,17 @@ _locks: dict[tuple, threading.Lock] = {}
 _registry_lock = threading.Lock()
 
 
-def dtype_name(x: Tensor) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """The name TileLang and PyTorch share: "float32", "float16" or "bfloat16"."""
-    return str(x.dtype).removeprefix("torch.")
-
-
-def tile_for(x: Tensor) -> Tile:
-    """The machine that holds x."""
-    return _cuda_tile(x.device.index or 0) if x.is_cuda else CPU
+    return str(dtype).removeprefix("torch.")
 
 
 @functools.cache
-def _cuda_tile(index: int) -> Tile:
-    major, minor = torch.cuda.get_device_capability(index)
+def tile_for(device: torch.device) -> Tile:
+    """The machine a device is."""
+    if device.type != "cuda":
+        return CPU
+    major, minor = torch.cuda.get_device_capability(device)
     # The "a" targets carry wgmma and the other instructions of one architecture only.
     return Tile(f"sm_{major}{minor}" + ("a" if major in (9, 10) else ""))
 

@@ -5,9 +5,12 @@ values go straight from global memory to registers. Each of `block_n` lanes keep
 over its own keys, every `block_n`-th; they are merged once, at the end.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import tilelang.language as T
+import torch
 from torch import Tensor
 
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
@@ -101,6 +104,22 @@ def decode_attention_kernel(
     return decode_attention
 
 
+@functools.cache
+def _select(
+    device: torch.device,
+    heads: int,
+    head_dim: int,
+    packed: bool,
+    scale: float,
+    dtype: torch.dtype,
+) -> Callable[..., None]:
+    tile, name = tile_for(device), dtype_name(dtype)
+    schedule = decode_attention_schedule(tile, head_dim, name)
+    return compile_kernel(
+        decode_attention_kernel, tile, heads, head_dim, packed, scale, name, schedule
+    )
+
+
 def decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float, out: Tensor
 ) -> None:
@@ -111,10 +130,5 @@ def decode_attention(
     """
     packed = q.dim() == 4
     q = q if packed else q.unsqueeze(1)
-    heads, head_dim = q.shape[2:]
-    tile, dtype = tile_for(q), dtype_name(q)
-    schedule = decode_attention_schedule(tile, head_dim, dtype)
-    kernel = compile_kernel(
-        decode_attention_kernel, tile, heads, head_dim, packed, scale, dtype, schedule
-    )
+    kernel = _select(q.device, *q.shape[2:], packed, scale, q.dtype)
     kernel(q, k_cache, v_cache, lengths, out)

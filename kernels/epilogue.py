@@ -16,7 +16,8 @@ def activate(name: str, x):
     form x Φ(x); relu.
     """
     if name == "gelu_tanh":
-        return 0.5 * x * (1.0 + T.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+        # 0.5 (1 + tanh u) = 1 / (1 + exp(-2u)), which keeps its digits where tanh u is near -1.
+        return x / (1.0 + T.exp(-2.0 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
     if name == "gelu":
         return 0.5 * x * (1.0 + T.erf(x * math.sqrt(0.5)))
     return T.max(x, 0.0)

@@ -5,12 +5,16 @@ of queries keeps the running maximum and sum of its rows and rescales its output
 moves. Causal masks align bottom-right: the last query sees the last key.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import tilelang.language as T
+import torch
 from torch import Tensor
 
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
+from minifused.kernels.online_softmax import online_softmax
 from minifused.kernels.schedule import AttentionSchedule, attention_schedule
 from minifused.kernels.tile import Tile
 
@@ -40,24 +44,6 @@ def flash_attention_kernel(
     batch, q_len, k_len = T.dynamic("batch"), T.dynamic("q_len"), T.dynamic("k_len")
     p_scope = tile.fragment if tile.has_tensor_core(dtype) else tile.shared
     scale_log2 = scale * math.log2(math.e)
-    minus_inf = -T.infinity("float32")
-
-    @T.macro
-    def softmax_block(s, p, o, m, m_before, shift, rescale, block_sum, l):
-        T.copy(m, m_before)
-        T.reduce_max(s, m, dim=1, clear=False)
-        for i in tile.parallel(block_m):
-            # A row without a visible key so far: shift by 0, since -inf - -inf is NaN.
-            shift[i] = T.if_then_else(m[i] == minus_inf, 0.0, m[i] * scale_log2)
-            rescale[i] = T.exp2(m_before[i] * scale_log2 - shift[i])
-        for i, j in tile.parallel(block_m, block_n):
-            s[i, j] = T.exp2(s[i, j] * scale_log2 - shift[i])
-        T.reduce_sum(s, block_sum, dim=1)
-        for i in tile.parallel(block_m):
-            l[i] = l[i] * rescale[i] + block_sum[i]
-        T.copy(s, p)
-        for i, j in tile.parallel(block_m, dim):
-            o[i, j] *= rescale[i]
 
     @T.prim_func
     def flash_attention(
@@ -79,23 +65,21 @@ def flash_attention_kernel(
             p = p_scope((block_m, block_n), dtype)
             o = tile.fragment((block_m, dim), "float32")
             m = tile.fragment((block_m,), "float32")
-            m_before = tile.fragment((block_m,), "float32")
-            shift = tile.fragment((block_m,), "float32")
-            rescale = tile.fragment((block_m,), "float32")
-            block_sum = tile.fragment((block_m,), "float32")
             l = tile.fragment((block_m,), "float32")
+            rescale = tile.fragment((block_m,), "float32")
+            shift = tile.fragment((block_m,), "float32")
+            block_sum = tile.fragment((block_m,), "float32")
             T.clear(o)
             T.clear(l)
-            T.fill(m, minus_inf)
+            T.fill(m, -T.infinity("float32"))
             q_valid = T.min(q_lengths[bz], q_len) if ragged else q_len
             kv_valid = T.min(kv_lengths[bz], k_len) if ragged else k_len
             first_key_hidden = kv_valid - q_valid + 1  # from row 0, if causal
             row0 = bx * block_m
             end = T.min(kv_valid, row0 + block_m - 1 + first_key_hidden) if causal else kv_valid
+            end = T.if_then_else(row0 < q_valid, T.max(end, 0), 0)
             T.copy(Q[bz, row0 : row0 + block_m, 0, by, 0:dim], Q_shared)
-            for kb in T.Pipelined(
-                T.ceildiv(T.max(end, 0), block_n), num_stages=schedule.num_stages
-            ):
+            for kb in T.Pipelined(T.ceildiv(end, block_n), num_stages=schedule.num_stages):
                 key0 = kb * block_n
                 T.copy(K[bz, key0 : key0 + block_n, k_slot, by, 0:dim], K_shared)
                 T.clear(s)
@@ -104,8 +88,11 @@ def flash_attention_kernel(
                     visible = key0 + j < kv_valid
                     if causal:
                         visible = visible and key0 + j < row0 + i + first_key_hidden
-                    s[i, j] = T.if_then_else(visible, s[i, j], minus_inf)
-                softmax_block(s, p, o, m, m_before, shift, rescale, block_sum, l)
+                    s[i, j] = T.if_then_else(visible, s[i, j], -T.infinity("float32"))
+                online_softmax(tile, s, m, l, rescale, shift, block_sum, scale_log2)
+                T.copy(s, p)
+                for i, j in tile.parallel(block_m, dim):
+                    o[i, j] *= rescale[i]
                 T.copy(V[bz, key0 : key0 + block_n, v_slot, by, 0:dim], V_shared)
                 tile.gemm(p, V_shared, o, whole_rows=True)
             for i, j in tile.parallel(block_m, dim):
@@ -114,6 +101,24 @@ def flash_attention_kernel(
             T.copy(O_shared, O[bz, row0 : row0 + block_m, by, 0:dim])
 
     return flash_attention
+
+
+@functools.cache
+def _select(
+    device: torch.device,
+    heads: int,
+    head_dim: int,
+    packed: bool,
+    causal: bool,
+    ragged: bool,
+    scale: float,
+    dtype: torch.dtype,
+) -> Callable[..., None]:
+    tile, name = tile_for(device), dtype_name(dtype)
+    schedule = attention_schedule(tile, head_dim, name)
+    return compile_kernel(
+        flash_attention_kernel, tile, heads, head_dim, packed, causal, ragged, scale, name, schedule
+    )
 
 
 def flash_attention(
@@ -133,11 +138,6 @@ def flash_attention(
     """
     packed = q.dim() == 5
     q, k, v = (x if packed else x.unsqueeze(2) for x in (q, k, v))
-    heads, head_dim = q.shape[3:]
-    tile, dtype = tile_for(q), dtype_name(q)
-    schedule = attention_schedule(tile, head_dim, dtype)
-    kernel = compile_kernel(
-        flash_attention_kernel, tile, heads, head_dim, packed, causal,
-        q_lengths is not None, scale, dtype, schedule,
-    )  # fmt: skip
+    ragged = q_lengths is not None
+    kernel = _select(q.device, *q.shape[3:], packed, causal, ragged, scale, q.dtype)
     kernel(q, k, v, q_lengths, kv_lengths, out)

@@ -6,14 +6,16 @@ before the only store. Thread blocks are rasterised in panels, so that the tiles
 their operands in L2.
 """
 
+import functools
 from collections.abc import Callable
 
 import tilelang.language as T
+import torch
 from torch import Tensor
 
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
 from minifused.kernels.epilogue import activate
-from minifused.kernels.schedule import GemmSchedule, SkinnySchedule, gemm_schedule
+from minifused.kernels.schedule import GemmSchedule, gemm_schedule
 from minifused.kernels.tile import Tile
 
 
@@ -77,9 +79,24 @@ def gemm_kernel(
     return gemm
 
 
+@functools.lru_cache(maxsize=4096)  # m is any number, so that not all can stay
+def _select(
+    builder: Callable,
+    choose_schedule: Callable,
+    device: torch.device,
+    sizes: tuple[int, int, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    *epilogue,
+) -> Callable[..., None]:
+    tile, (m, n, k) = tile_for(device), sizes
+    dtype, out_dtype = map(dtype_name, dtypes)
+    schedule = choose_schedule(tile, m, n, k, dtype)
+    return compile_kernel(builder, tile, n, k, dtype, out_dtype, *epilogue, schedule)
+
+
 def launch_linear(
     builder: Callable,
-    schedule: GemmSchedule | SkinnySchedule,
+    choose_schedule: Callable,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -87,10 +104,10 @@ def launch_linear(
     residual: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Run a kernel of gemm_kernel's signature."""
-    kernel = compile_kernel(
-        builder, tile_for(x), *weight.shape, dtype_name(x), dtype_name(out), activation,
-        bias is not None, residual is not None, schedule,
+    """Run a kernel of gemm_kernel's signature, with the schedule chosen for x's rows."""
+    kernel = _select(
+        builder, choose_schedule, x.device, (x.shape[0], *weight.shape), (x.dtype, out.dtype),
+        activation, bias is not None, residual is not None,
     )  # fmt: skip
     kernel(x, weight, bias, residual, out)
 
@@ -104,5 +121,4 @@ def gemm(
     out: Tensor,
 ) -> None:
     """Write act(x (m, k) @ weight (n, k)^T + bias) + residual to out (m, n), all contiguous."""
-    schedule = gemm_schedule(tile_for(x), x.shape[0], *weight.shape, dtype_name(x))
-    launch_linear(gemm_kernel, schedule, x, weight, bias, activation, residual, out)
+    launch_linear(gemm_kernel, gemm_schedule, x, weight, bias, activation, residual, out)

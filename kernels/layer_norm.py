@@ -4,7 +4,11 @@ Mean and variance are taken in two steps, as the difference of two large sums wo
 variance of a row with a large mean. A row that fits in a fragment is read once.
 """
 
+import functools
+from collections.abc import Callable
+
 import tilelang.language as T
+import torch
 from torch import Tensor
 
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
@@ -77,11 +81,15 @@ def layer_norm_kernel(
     return layer_norm
 
 
+@functools.cache
+def _select(
+    device: torch.device, n: int, eps: float, dtype: torch.dtype, out_dtype: torch.dtype
+) -> Callable[..., None]:
+    tile, names = tile_for(device), map(dtype_name, (dtype, out_dtype))
+    schedule = row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
+    return compile_kernel(layer_norm_kernel, tile, n, eps, *names, schedule)
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor) -> None:
     """Write the normalised rows of x (m, n) to out (m, n); weight, bias (n,); all contiguous."""
-    tile, n = tile_for(x), x.shape[1]
-    schedule = row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
-    kernel = compile_kernel(
-        layer_norm_kernel, tile, n, eps, dtype_name(x), dtype_name(out), schedule
-    )
-    kernel(x, weight, bias, out)
+    _select(x.device, x.shape[1], eps, x.dtype, out.dtype)(x, weight, bias, out)

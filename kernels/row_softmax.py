@@ -4,9 +4,12 @@ A row that fits in a fragment is read once. A wider one is read twice in pieces:
 maximum and the sum rescaled to it (Milakov and Gimelshein, arXiv 1805.02867), then the values.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import tilelang.language as T
+import torch
 from torch import Tensor
 
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
@@ -68,11 +71,15 @@ def row_softmax_kernel(
     return row_softmax
 
 
+@functools.cache
+def _select(
+    device: torch.device, n: int, valid: int, dtype: torch.dtype, out_dtype: torch.dtype
+) -> Callable[..., None]:
+    tile, names = tile_for(device), map(dtype_name, (dtype, out_dtype))
+    schedule = row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
+    return compile_kernel(row_softmax_kernel, tile, n, valid, *names, schedule)
+
+
 def row_softmax(x: Tensor, valid: int, out: Tensor) -> None:
     """Write softmax(x (m, n)) over the first `valid` columns to out (m, n), both contiguous."""
-    tile, n = tile_for(x), x.shape[1]
-    schedule = row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
-    kernel = compile_kernel(
-        row_softmax_kernel, tile, n, valid, dtype_name(x), dtype_name(out), schedule
-    )
-    kernel(x, out)
+    _select(x.device, x.shape[1], valid, x.dtype, out.dtype)(x, out)

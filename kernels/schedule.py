@@ -57,7 +57,8 @@ def next_power_of_2(x: int) -> int:
 
 def gemm_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> GemmSchedule:
     if not tile.is_cuda:
-        return GemmSchedule(48 if m > 16 else 12, 64, min(256, next_power_of_2(k)), 1, 1)
+        rows = 4 if m <= 4 else 12 if m <= 12 else 24  # multiples of the micro-tile's 3 or 4
+        return GemmSchedule(rows, 96, min(256, next_power_of_2(k)), 1, 1)
     if dtype == "float32":
         return GemmSchedule(64, 64, 32, 2, 128, 10)
     block_k = 64 if k >= 64 else max(16, next_power_of_2(k))
@@ -70,8 +71,7 @@ def gemm_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> GemmSchedul
 
 def skinny_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SkinnySchedule:
     if not tile.is_cuda:
-        rows = min(4, next_power_of_2(m))
-        return SkinnySchedule(rows, 8 // rows, 8, 1)  # 8 accumulators of one AVX2 register each
+        return SkinnySchedule(1, 8, 8, 1)  # 8 accumulators of one AVX2 register each
     lane_bytes = 32 * 16  # a warp reads 512 bytes of a weight row at a time
     return SkinnySchedule(next_power_of_2(m), 8, lane_bytes // ITEM_BYTES[dtype], 256)
 

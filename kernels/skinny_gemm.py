@@ -8,7 +8,6 @@ at the end. No shared memory, no tensor core, and float32 stays float32.
 import tilelang.language as T
 from torch import Tensor
 
-from minifused.kernels.build import dtype_name, tile_for
 from minifused.kernels.epilogue import activate
 from minifused.kernels.gemm import launch_linear
 from minifused.kernels.schedule import SkinnySchedule, skinny_schedule
@@ -76,5 +75,6 @@ def skinny_gemm(
     out: Tensor,
 ) -> None:
     """Write act(x (m, k) @ weight (n, k)^T + bias) + residual to out (m, n), all contiguous."""
-    schedule = skinny_schedule(tile_for(x), x.shape[0], *weight.shape, dtype_name(x))
-    launch_linear(skinny_gemm_kernel, schedule, x, weight, bias, activation, residual, out)
+    launch_linear(
+        skinny_gemm_kernel, skinny_schedule, x, weight, bias, activation, residual, out
+    )

@@ -26,7 +26,7 @@ from minifused.kernels.row_softmax import row_softmax as row_softmax_kernel
 from minifused.kernels.skinny_gemm import skinny_gemm as skinny_gemm_kernel
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_SKINNY_ROWS = 16  # with more, tensor cores have rows enough to be worth their tiles
+MAX_SKINNY_ROWS = {"cpu": 2, "cuda": 16}  # with more, tiles that share the weights pay
 MAX_HEAD_DIM = 256  # tiles of larger heads do not fit in shared memory
 MAX_GRID_YZ = 65535  # blocks along the y and z axes of a CUDA grid
 
@@ -116,7 +116,7 @@ def _launch_linear(x, weight, bias, activation, residual, *, out) -> None:
     x = x.contiguous().view(-1, k)
     bias = bias if bias is None else bias.contiguous()
     residual = residual if residual is None else residual.contiguous()
-    kernel = skinny_gemm_kernel if x.shape[0] <= MAX_SKINNY_ROWS else gemm_kernel
+    kernel = skinny_gemm_kernel if x.shape[0] <= MAX_SKINNY_ROWS[x.device.type] else gemm_kernel
     kernel(x, weight.contiguous(), bias, activation, residual, out.view(-1, n))
 
 

@@ -1,0 +1,27 @@
+"""One step of the online softmax that attention kernels share."""
+
+import tilelang.language as T
+
+from minifused.kernels.tile import Tile
+
+
+@T.macro
+def online_softmax(tile: Tile, s, m, l, rescale, shift, block_sum, scale_log2):
+    """Turn scores s (rows, keys) into weights exp2((s - m) * scale_log2), unnormalised.
+
+    m and l (rows) are the running maximum and the sum of the weights so far; both move on.
+    `rescale` (rows) becomes the factor by which all earlier weights shrink. shift and block_sum
+    (rows) are scratch. Masked scores are -inf.
+    """
+    rows, keys = int(s.shape[0]), int(s.shape[1])
+    T.copy(m, rescale)
+    T.reduce_max(s, m, dim=1, clear=False)
+    for i in tile.parallel(rows):
+        # A row without a visible key so far: shift by 0, since -inf - -inf is NaN.
+        shift[i] = T.if_then_else(m[i] == -T.infinity("float32"), 0.0, m[i] * scale_log2)
+        rescale[i] = T.exp2(rescale[i] * scale_log2 - shift[i])
+    for i, j in tile.parallel(rows, keys):
+        s[i, j] = T.exp2(s[i, j] * scale_log2 - shift[i])
+    T.reduce_sum(s, block_sum, dim=1)
+    for i in tile.parallel(rows):
+        l[i] = l[i] * rescale[i] + block_sum[i]

@@ -1,0 +1,473 @@
+"""Parity: every kernel and the whole model against float64 math, with eager PyTorch beside them.
+
+An operation runs on NaN-filled outputs over the sets of `workloads`; the model is compared with its
+twin. `run` yields one `Result` a comparison, held to the bounds of `metrics`.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from minifused import checkpoint, metrics, ops, workloads
+from minifused.config import GPTConfig
+from minifused.metrics import BOUNDS, Errors
+from minifused.model import GPT
+from minifused.twin import Twin
+from minifused.workloads import Inputs, Workload
+
+DEMO_FOLDER = Path(__file__).parent / "assets" / "demo"
+PREFIXES = (1, 2, 63, 64, 65, 127, 128, 129)  # cached against uncached: around the tiles
+CHUNKS = ((3, 4, 1), (60, 5, 64))
+GREEDY_STEPS = 64
+VERSE = b"""\
+The clock that hangs above the stair
+Has lost its hands, and does not care;
+It counts by dust, it strikes by rain,
+And never tells the hour again.
+Yet all who climb the stair by night
+Will stop before its face, polite,
+And hold their breath, and hear it keep
+The time of houses fast asleep.
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One comparison. Errors are relative to the RMS of the reference (see `metrics`).
+
+    Attributes:
+        check: what was compared. case: the shape, layer or step. dtype: of the kernels.
+        max_error, rms_error: of the kernels. eager_rms_error: of eager PyTorch in the same dtype.
+        ratio: rms_error over eager_rms_error, None if that is 0.
+        bound: the largest rms_error allowed.
+        ok: whether all that is asked holds. note: why not, or what else there is to know.
+    """
+
+    check: str
+    case: str
+    dtype: str
+    max_error: float
+    rms_error: float
+    eager_rms_error: float
+    ratio: float | None
+    bound: float
+    ok: bool
+    note: str = ""
+
+
+def judge(
+    check: str,
+    case: str,
+    dtype: torch.dtype,
+    errors: Errors,
+    eager: Errors,
+    bound: str = "op",
+    fault: str = "",
+    note: str = "",
+) -> Result:
+    """A verdict on the errors of a kernel beside those of eager PyTorch.
+
+    A `fault` that was found elsewhere is a failure whatever the errors are.
+    """
+    limits = BOUNDS[bound].limits(eager)
+    if not fault and not metrics.within(errors, limits):
+        fault = "RMS error"
+        if errors.rms != errors.rms:
+            fault = "NaN or infinity"
+        elif errors.rms <= limits.rms:
+            fault = f"largest error is over {limits.max:.1e}"
+    return Result(
+        check=check,
+        case=case,
+        dtype=str(dtype).removeprefix("torch."),
+        max_error=errors.max,
+        rms_error=errors.rms,
+        eager_rms_error=eager.rms,
+        ratio=errors.rms / eager.rms if eager.rms else None,
+        bound=limits.rms,
+        ok=not fault,
+        note="; ".join(filter(None, (fault, note))),
+    )
+
+
+# Eager PyTorch: the baseline, and on upcast inputs the reference
+
+
+def upcast(inputs: Inputs) -> Inputs:
+    """The same inputs in float64, for a float64 result."""
+    return {name: _upcast(value) for name, value in inputs.items()}
+
+
+def _upcast(value: object) -> object:
+    if isinstance(value, torch.dtype):
+        return torch.float64
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def eager_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """What `ops.linear` computes, by PyTorch."""
+    y = F.linear(x, weight, bias)
+    if activation == "relu":
+        y = F.relu(y)
+    elif activation is not None:
+        y = F.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")
+    y = y.to(out_dtype or x.dtype)
+    return y if residual is None else residual + y
+
+
+def eager_attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    causal: bool = True,
+    q_lengths: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+) -> Tensor:
+    """What `ops.attention` computes, by PyTorch."""
+    if k is None or v is None:
+        q, k, v = q.unbind(2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
+    if q_lengths is None and kv_lengths is None and (not causal or q.shape[2] == k.shape[2]):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+    visible = _visible(q, k, causal, q_lengths, kv_lengths)  # (B, 1, Tq, Tk)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    return y.masked_fill(~visible.any(-1, keepdim=True), 0).transpose(1, 2)
+
+
+def _visible(
+    q: Tensor, k: Tensor, causal: bool, q_lengths: Tensor | None, kv_lengths: Tensor | None
+) -> Tensor:
+    """Which keys a query sees, (B, 1, Tq, Tk): the last valid query sees the last valid key."""
+    query = torch.arange(q.shape[2], device=q.device)[:, None]
+    key = torch.arange(k.shape[2], device=q.device)
+    full = torch.ones(q.shape[0], dtype=torch.int32, device=q.device)
+    q_valid = (full * q.shape[2] if q_lengths is None else q_lengths)[:, None, None, None]
+    k_valid = (full * k.shape[2] if kv_lengths is None else kv_lengths)[:, None, None, None]
+    visible = (query < q_valid) & (key < k_valid)
+    return visible & (key <= query + k_valid - q_valid) if causal else visible
+
+
+def eager_decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor
+) -> Tensor:
+    """What `ops.decode_attention` computes, by PyTorch, row by row."""
+    q = q[:, :, 0] if q.dim() == 5 else q
+    out = torch.zeros_like(q)  # (B, 1, H, D)
+    for row, length in enumerate(lengths.tolist()):
+        if length:
+            cached = (cache[row : row + 1, :length] for cache in (k_cache, v_cache))
+            out[row] = eager_attention(q[row : row + 1], *cached, causal=False)[0]
+    return out
+
+
+def eager_append_kv(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor | None, positions: Tensor
+) -> Tensor:
+    """Both caches after `ops.append_kv`, stacked."""
+    new = k[:, :, 1:].unbind(2) if v is None else (k, v)
+    caches = torch.stack([k_cache, v_cache])
+    for row, position in enumerate(positions.tolist()):
+        for cache, rows in zip(caches, new, strict=True):
+            written = cache[row, position : position + rows.shape[1]]
+            written.copy_(rows[row, : len(written)])
+    return caches
+
+
+def eager_softmax(x: Tensor, valid: int | None) -> Tensor:
+    """What `ops.softmax` computes, by PyTorch."""
+    valid = x.shape[-1] if valid is None else valid
+    return F.pad(torch.softmax(x[..., :valid], dim=-1), (0, x.shape[-1] - valid))
+
+
+def eager_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """What `ops.layer_norm` computes, by PyTorch, in the dtype of x until the end."""
+    y = F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype))
+    return y.to(weight.dtype)
+
+
+# Operations, each on one workload
+
+
+def _measure(
+    check: str,
+    operation: Callable[..., Tensor],
+    eager_operation: Callable[..., Tensor],
+    workload: Workload,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Result:
+    outputs = _outputs(operation, eager_operation, workload, device, dtype)
+    return _result(check, workload, dtype, *outputs)
+
+
+def _outputs(
+    operation: Callable[..., Tensor],
+    eager_operation: Callable[..., Tensor],
+    workload: Workload,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output of the kernel, NaN where it writes nothing, of eager PyTorch, and the reference."""
+    inputs = workload.inputs(device, dtype, torch.Generator(device).manual_seed(0))
+    eager = eager_operation(**inputs)
+    poison = torch.full(eager.shape, torch.nan, dtype=eager.dtype, device=device)
+    output = operation(**inputs, out=poison)
+    return output, eager, eager_operation(**upcast(inputs))
+
+
+def _result(
+    check: str,
+    workload: Workload,
+    dtype: torch.dtype,
+    output: Tensor,
+    eager: Tensor,
+    reference: Tensor,
+    bound: str = "op",
+) -> Result:
+    errors, eager_errors = (metrics.measure(y, reference) for y in (output, eager))
+    return judge(check, f"{workload.name} {workload.size}", dtype, errors, eager_errors, bound)
+
+
+def check_linear(workload: Workload, device: torch.device, dtype: torch.dtype) -> Iterator[Result]:
+    """Either kernel of `ops.linear`."""
+    yield _measure("linear", ops.linear, eager_linear, workload, device, dtype)
+
+
+def check_attention(
+    workload: Workload, device: torch.device, dtype: torch.dtype
+) -> Iterator[Result]:
+    """`ops.attention`."""
+    yield _measure("attention", ops.attention, eager_attention, workload, device, dtype)
+
+
+def check_decode_attention(
+    workload: Workload, device: torch.device, dtype: torch.dtype
+) -> Iterator[Result]:
+    """`ops.decode_attention`."""
+    operations = ops.decode_attention, eager_decode_attention
+    yield _measure("decode_attention", *operations, workload, device, dtype)
+
+
+def check_append_kv(
+    workload: Workload, device: torch.device, dtype: torch.dtype
+) -> Iterator[Result]:
+    """`ops.append_kv`, which copies and so has to be exact."""
+
+    def append(out: Tensor, **inputs: Tensor) -> Tensor:
+        ops.append_kv(**inputs)
+        return torch.stack([inputs["k_cache"], inputs["v_cache"]], out=out)
+
+    outputs = _outputs(append, eager_append_kv, workload, device, dtype)
+    yield _result("append_kv", workload, dtype, *outputs, bound="copy")
+
+
+def check_softmax(workload: Workload, device: torch.device, dtype: torch.dtype) -> Iterator[Result]:
+    """`ops.softmax`: its error, that of each normal number for itself, and the sums of rows."""
+    output, eager, reference = _outputs(ops.softmax, eager_softmax, workload, device, dtype)
+    yield _result("softmax", workload, dtype, output, eager, reference)
+    smallest = torch.finfo(dtype).tiny
+    errors, eager_errors = (
+        metrics.measure_elementwise(y, reference, smallest) for y in (output, eager)
+    )
+    case = f"{workload.name} {workload.size}"
+    yield judge("softmax elements", case, dtype, errors, eager_errors)
+    sums = (y.double().sum(-1) for y in (output, eager, reference))
+    yield _result("softmax sums", workload, dtype, *sums)
+
+
+def check_layer_norm(
+    workload: Workload, device: torch.device, dtype: torch.dtype
+) -> Iterator[Result]:
+    """`ops.layer_norm`."""
+    yield _measure("layer_norm", ops.layer_norm, eager_layer_norm, workload, device, dtype)
+
+
+OPERATIONS = {
+    "linear": (check_linear, workloads.LINEAR, workloads.GPT2_LINEAR),
+    "attention": (check_attention, workloads.ATTENTION, workloads.GPT2_ATTENTION),
+    "decode_attention": (check_decode_attention, workloads.DECODE, workloads.GPT2_DECODE),
+    "append_kv": (check_append_kv, workloads.APPEND, workloads.GPT2_APPEND),
+    "softmax": (check_softmax, workloads.SOFTMAX, workloads.GPT2_SOFTMAX),
+    "layer_norm": (check_layer_norm, workloads.LAYER_NORM, workloads.GPT2_LAYER_NORM),
+}
+
+
+# The model, on the verse
+
+
+@dataclass(frozen=True)
+class Models:
+    """One set of weights, rounded to `dtype`, in the fused model and in two twins."""
+
+    dtype: torch.dtype
+    fused: GPT
+    eager: Twin  # in dtype
+    exact: Twin  # in float64
+    tokens: Tensor  # (1, T), int64
+
+
+def load_models(
+    config: GPTConfig, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
+) -> Models:
+    """The models that the checks below compare, and as much of the verse as they have room for."""
+    rounded = {name: w.to(device, dtype) for name, w in weights.items()}
+    exact = {name: w.double() for name, w in rounded.items()}
+    tokens = torch.tensor([list(VERSE[: config.n_positions])], device=device) % config.vocab_size
+    fused = GPT.from_weights(config, rounded, device, dtype)
+    return Models(dtype, fused, _twin(config, rounded), _twin(config, exact), tokens)
+
+
+def _twin(config: GPTConfig, weights: Mapping[str, Tensor]) -> Twin:
+    with torch.device("meta"):
+        twin = Twin(config)
+    twin.load_state_dict(weights, assign=True)
+    return twin.requires_grad_(False).eval()
+
+
+def check_forward(models: Models) -> Iterator[Result]:
+    """The residual stream after each layer, and the logits of all positions."""
+    outputs, eager_outputs, references = (
+        _layers_and_logits(model, models.tokens)
+        for model in (models.fused, models.eager, models.exact)
+    )
+    for name, reference in references.items():
+        errors, eager = (metrics.measure(y[name], reference) for y in (outputs, eager_outputs))
+        check = "logits" if name == "logits" else "layer"
+        case = f"{models.tokens.shape[1]} tokens" if name == "logits" else name
+        yield judge(check, case, models.dtype, errors, eager, "model")
+
+
+def _layers_and_logits(model: GPT | Twin, tokens: Tensor) -> dict[str, Tensor]:
+    outputs: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable:
+        return lambda module, inputs, output: outputs.update({name: output})
+
+    hooks = [
+        block.register_forward_hook(keep(f"h.{layer}")) for layer, block in enumerate(model.h)
+    ]
+    logits = model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return {**outputs, "logits": logits}
+
+
+def check_cached(models: Models) -> Iterator[Result]:
+    """Logits through the KV cache against one pass, held to eager's error over all positions.
+
+    N - 1 tokens and then one, in a cache with room for N; and chunks.
+    """
+    exact = models.exact(models.tokens)
+    eager = metrics.measure(models.eager(models.tokens), exact)
+    splits = [(n - 1, 1) for n in PREFIXES] + [*CHUNKS]
+    for split in (s for s in splits if sum(s) <= models.tokens.shape[1]):
+        tokens = models.tokens[:, : sum(split)]
+        cache = models.fused.new_cache(1, tokens.shape[1])
+        parts = [models.fused(part, cache) for part in tokens.split(split, dim=1) if part.numel()]
+        cached, once = torch.cat(parts, dim=1), models.fused(tokens).double()
+        if len(split) == 2:
+            cached, once = cached[:, -1:], once[:, -1:]
+        gap = (cached - once).abs().max().item()
+        errors, case = metrics.measure(cached, once), " + ".join(map(str, split))
+        note = f"largest gap {gap:.1e}"
+        yield judge("cached", case, models.dtype, errors, eager, "model", note=note)
+
+
+def check_greedy(models: Models) -> Iterator[Result]:
+    """Greedy tokens and their logits, each model decoding through its own KV cache.
+
+    The twin chooses the tokens that all models read on. If the fused model makes the same choice
+    each time, it would have written the same text; in 16 bits it may choose another token if
+    float64 puts it no further below the best one than the error that logits may have.
+    """
+    start = max(1, min(len(VERSE) // 4, models.tokens.shape[1] - GREEDY_STEPS))
+    prompt = models.tokens[:, :start]
+    steps = min(GREEDY_STEPS, models.fused.config.n_positions - start + 1)
+    eager_logits, tokens = decode(models.eager, prompt, steps)
+    logits, choices = decode(models.fused, prompt, steps, tokens)
+    exact = models.exact(torch.cat([prompt, tokens[None, :-1]], dim=1))[0, start - 1 :]
+    errors, eager = (metrics.measure(y, exact) for y in (logits, eager_logits))
+    tolerance = BOUNDS["model"].limits(eager).max * metrics.rms(exact)
+    faults, ties = [], []
+    for step in (choices != tokens).nonzero().flatten().tolist():
+        margin = (exact[step].max() - exact[step, choices[step]]).item()
+        near_tie = models.dtype != torch.float32 and margin <= tolerance
+        (ties if near_tie else faults).append(f"step {step}: margin {margin:.1e}")
+    fault = f"other tokens than the twin's ({', '.join(faults)})" if faults else ""
+    note = f"near-ties within {tolerance:.1e}: {', '.join(ties)}" if ties else ""
+    yield judge("greedy", f"{steps} tokens", models.dtype, errors, eager, "model", fault, note)
+
+
+def decode(
+    model: GPT | Twin, prompt: Tensor, steps: int, tokens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logits (steps, V) and greedy choices (steps,) after a prompt (1, T).
+
+    The model reads on what it chose, or `tokens` (steps,) if given.
+    """
+    cache = model.new_cache(1, prompt.shape[1] + steps - 1)
+    logits = [model(prompt, cache, last_only=True)[0, 0]]
+    for step in range(steps - 1):
+        token = logits[-1].argmax() if tokens is None else tokens[step]
+        logits.append(model(token.view(1, 1), cache)[0, 0])
+    stacked = torch.stack(logits)
+    return stacked, stacked.argmax(-1)
+
+
+MODEL_CHECKS = {"forward": check_forward, "cached": check_cached, "greedy": check_greedy}
+CHECKS = (*OPERATIONS, *MODEL_CHECKS)
+
+
+def run(
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    folder: Path = DEMO_FOLDER,
+    checks: Sequence[str] = CHECKS,
+) -> Iterator[Result]:
+    """Run `checks` in each dtype; results come in order, the work is spread over threads.
+
+    Raises:
+        UserError: `folder` holds no model that can be read, or a compiler is missing.
+    """
+    config = checkpoint.load_config(folder)
+    weights = checkpoint.load_weights(folder, config)
+
+    def check_model(dtype: torch.dtype) -> Iterator[Result]:
+        models = load_models(config, weights, device, dtype)
+        for name in checks:
+            if name in MODEL_CHECKS:
+                yield from MODEL_CHECKS[name](models)
+
+    tasks: list[Callable[[], Iterator[Result]]] = []
+    for dtype in dtypes:
+        for name in checks:
+            if name in OPERATIONS:
+                check, on_all, on_cuda = OPERATIONS[name]
+                shapes = (*on_all, *on_cuda) if device.type == "cuda" else on_all
+                tasks += [partial(check, shape, device, dtype) for shape in shapes]
+        tasks.append(partial(check_model, dtype))
+    yield from _in_threads(tasks)
+
+
+def _in_threads(tasks: Sequence[Callable[[], Iterator[Result]]]) -> Iterator[Result]:
+    """Results of the tasks in their order. Threads overlap the compilers, each its own process."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        for results in pool.map(lambda task: list(task()), tasks):
+            yield from results
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,366 @@
+"""Named shapes of each operation, the data that goes in, and what the work amounts to.
+
+A workload's `inputs` are the keyword arguments of its function in `minifused.ops`. `flops` counts
+multiplications, additions and the like of the mathematics; `bytes` counts each input read and each
+output written once, which is the least that any kernel can move. Sets for parity are named for
+the branch they take.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minifused.config import PRESETS, GPTConfig
+
+Inputs = dict[str, Any]
+
+
+def normal(
+    shape: tuple[int, ...],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Tensor:
+    """Standard normal numbers, drawn in float32 on the generator's device and then moved."""
+    return torch.randn(shape, generator=generator, device=generator.device).to(device, dtype)
+
+
+def _int32(values: tuple[int, ...] | None, device: torch.device | str) -> Tensor | None:
+    return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True)
+class LinearWorkload:
+    """activation(x (m, k) @ weight (n, k)^T + bias) + residual; out_dtype None is the inputs'."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    activation: str | None = None
+    bias: bool = True
+    residual: bool = False
+    out_dtype: torch.dtype | None = None
+
+    @property
+    def size(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        read = self.m * self.k + self.n * self.k + self.n * self.bias
+        out = self.m * self.n * (1 + self.residual)
+        return read * dtype.itemsize + out * (self.out_dtype or dtype).itemsize
+
+    def inputs(
+        self, device: torch.device | str, dtype: torch.dtype, generator: torch.Generator
+    ) -> Inputs:
+        x, weight, bias = (
+            normal(shape, device, dtype, generator)
+            for shape in ((self.m, self.k), (self.n, self.k), (self.n,))
+        )
+        residual = normal((self.m, self.n), device, self.out_dtype or dtype, generator)
+        return {
+            "x": x,
+            "weight": weight * self.k**-0.5,  # keeps the sums near 1, as trained weights do
+            "bias": bias if self.bias else None,
+            "activation": self.activation,
+            "residual": residual if self.residual else None,
+            "out_dtype": self.out_dtype,
+        }
+
+
+@dataclass(frozen=True)
+class AttentionWorkload:
+    """q (b, q_len, h, d) against keys and values (b, k_len, h, d), or packed as one QKV."""
+
+    name: str
+    batch: int
+    q_len: int
+    k_len: int
+    heads: int
+    head_dim: int
+    causal: bool = True
+    packed: bool = False
+    q_lengths: tuple[int, ...] | None = None
+    kv_lengths: tuple[int, ...] | None = None
+
+    @property
+    def size(self) -> str:
+        return f"{self.batch}x{self.q_len}:{self.k_len}x{self.heads}x{self.head_dim}"
+
+    @property
+    def flops(self) -> int:
+        pairs = sum(self._visible(*lengths) for lengths in zip(*self._lengths(), strict=True))
+        return 4 * pairs * self.heads * self.head_dim
+
+    def _lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How many queries and keys of each batch row are valid."""
+        q_lengths = self.q_lengths or (self.q_len,) * self.batch
+        return q_lengths, self.kv_lengths or (self.k_len,) * self.batch
+
+    def _visible(self, q_len: int, k_len: int) -> int:
+        """Pairs of a query and a key that it sees."""
+        if not self.causal:
+            return q_len * k_len
+        seeing = min(q_len, k_len)  # queries that see any key: the last see all k_len of them
+        return seeing * (2 * k_len - seeing + 1) // 2
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        q_lengths, kv_lengths = self._lengths()
+        rows = sum(q_lengths) + 2 * sum(kv_lengths) + self.batch * self.q_len
+        return rows * self.heads * self.head_dim * dtype.itemsize
+
+    def inputs(
+        self, device: torch.device | str, dtype: torch.dtype, generator: torch.Generator
+    ) -> Inputs:
+        head = (self.heads, self.head_dim)
+        lengths = {name: _int32(getattr(self, name), device) for name in ("q_lengths", "kv_lengths")}
+        inputs: Inputs = {"causal": self.causal, **lengths}
+        if self.packed:
+            shape = (self.batch, self.q_len, 3, *head)
+            return {"q": normal(shape, device, dtype, generator), **inputs}
+        for name, length in (("q", self.q_len), ("k", self.k_len), ("v", self.k_len)):
+            inputs[name] = normal((self.batch, length, *head), device, dtype, generator)
+        return inputs
+
+
+@dataclass(frozen=True)
+class DecodeWorkload:
+    """One query a row against the first lengths[b] rows of a cache (b, capacity, h, d)."""
+
+    name: str
+    lengths: tuple[int, ...]
+    capacity: int
+    heads: int
+    head_dim: int
+    packed: bool = False
+
+    @property
+    def size(self) -> str:
+        return f"{len(self.lengths)}x{self.capacity}x{self.heads}x{self.head_dim}"
+
+    @property
+    def flops(self) -> int:
+        return 4 * sum(self.lengths) * self.heads * self.head_dim
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        rows = 2 * sum(self.lengths) + 2 * len(self.lengths)
+        return rows * self.heads * self.head_dim * dtype.itemsize
+
+    def inputs(
+        self, device: torch.device | str, dtype: torch.dtype, generator: torch.Generator
+    ) -> Inputs:
+        """The cache rows behind each length are NaN: they are never to be read."""
+        batch, head = len(self.lengths), (self.heads, self.head_dim)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
+        stale = torch.arange(self.capacity, device=device) >= lengths[:, None]  # (B, capacity)
+        caches = [
+            normal((batch, self.capacity, *head), device, dtype, generator).masked_fill_(
+                stale[:, :, None, None], torch.nan
+            )
+            for _ in range(2)
+        ]
+        q = normal((batch, 1, *((3,) if self.packed else ()), *head), device, dtype, generator)
+        return {"q": q, "k_cache": caches[0], "v_cache": caches[1], "lengths": lengths}
+
+
+@dataclass(frozen=True)
+class AppendWorkload:
+    """`length` new keys and values a row, into caches (b, capacity, h, d) from positions[b] on."""
+
+    name: str
+    positions: tuple[int, ...]
+    length: int
+    capacity: int
+    heads: int
+    head_dim: int
+    packed: bool = False
+
+    @property
+    def size(self) -> str:
+        shape = (len(self.positions), self.length, self.capacity, self.heads, self.head_dim)
+        return "x".join(map(str, shape))
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        rows = sum(max(0, min(self.length, self.capacity - p)) for p in self.positions)
+        return 4 * rows * self.heads * self.head_dim * dtype.itemsize
+
+    def inputs(
+        self, device: torch.device | str, dtype: torch.dtype, generator: torch.Generator
+    ) -> Inputs:
+        """The caches hold numbers already, which rows not written have to keep."""
+        batch, head = len(self.positions), (self.heads, self.head_dim)
+        cache = (batch, self.capacity, *head)
+        new = (batch, self.length, *((3,) if self.packed else ()), *head)
+        return {
+            "k_cache": normal(cache, device, dtype, generator),
+            "v_cache": normal(cache, device, dtype, generator),
+            "k": normal(new, device, dtype, generator),
+            "v": None if self.packed else normal(new, device, dtype, generator),
+            "positions": _int32(self.positions, device),
+        }
+
+
+@dataclass(frozen=True)
+class SoftmaxWorkload:
+    """Softmax of x (m, n), normal numbers of deviation `std`, over the first `valid` columns."""
+
+    name: str
+    m: int
+    n: int
+    valid: int | None = None
+    std: float = 3.0
+
+    @property
+    def size(self) -> str:
+        return f"{self.m}x{self.n}" + (f" ({self.valid} valid)" if self.valid else "")
+
+    @property
+    def flops(self) -> int:
+        return 5 * self.m * (self.valid or self.n)  # maximum, difference, exponential, sum, quotient
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        return self.m * ((self.valid or self.n) + self.n) * dtype.itemsize
+
+    def inputs(
+        self, device: torch.device | str, dtype: torch.dtype, generator: torch.Generator
+    ) -> Inputs:
+        x = normal((self.m, self.n), device, dtype, generator) * self.std
+        return {"x": x, "valid": self.valid}
+
+
+@dataclass(frozen=True)
+class LayerNormWorkload:
+    """Layer norm of x (m, n), normal numbers around `mean`; x in `x_dtype`, None for weight's."""
+
+    name: str
+    m: int
+    n: int
+    mean: float = 1.0
+    x_dtype: torch.dtype | None = torch.float32
+
+    @property
+    def size(self) -> str:
+        return f"{self.m}x{self.n}"
+
+    @property
+    def flops(self) -> int:
+        return 8 * self.m * self.n  # two sums, difference, square, quotient, weight, bias, mean
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        x = self.m * self.n * (self.x_dtype or dtype).itemsize
+        return x + (self.m * self.n + 2 * self.n) * dtype.itemsize
+
+    def inputs(
+        self, device: torch.device | str, dtype: torch.dtype, generator: torch.Generator
+    ) -> Inputs:
+        return {
+            "x": normal((self.m, self.n), device, self.x_dtype or dtype, generator) + self.mean,
+            "weight": normal((self.n,), device, dtype, generator),
+            "bias": normal((self.n,), device, dtype, generator),
+        }
+
+
+Workload = (
+    LinearWorkload
+    | AttentionWorkload
+    | DecodeWorkload
+    | AppendWorkload
+    | SoftmaxWorkload
+    | LayerNormWorkload
+)
+
+
+def layer_linears(config: GPTConfig, rows: int) -> tuple[LinearWorkload, ...]:
+    """The linear layers of a model for `rows` tokens, the padded head last."""
+    width, inner, vocab = config.n_embd, config.inner_dim, -(-config.vocab_size // 64) * 64
+    into_residual: Inputs = {"residual": True, "out_dtype": torch.float32}
+    return (
+        LinearWorkload("attn.c_attn", rows, 3 * width, width),
+        LinearWorkload("attn.c_proj", rows, width, width, **into_residual),
+        LinearWorkload("mlp.c_fc", rows, inner, width, config.activation),
+        LinearWorkload("mlp.c_proj", rows, width, inner, **into_residual),
+        LinearWorkload("head", rows, vocab, width, bias=False, out_dtype=torch.float32),
+    )
+
+
+# Sets for parity. Row counts and lengths are free; another width, head or option is a compile.
+
+LINEAR = (
+    *(LinearWorkload("skinny rows", m, 200, 300, "gelu_tanh") for m in (1, 2, 3, 7, 16)),
+    LinearWorkload("first gemm", 17, 200, 300, "gelu_tanh"),
+    LinearWorkload("tails in M, N, K", 129, 200, 300, "gelu_tanh"),
+    LinearWorkload("odd K", 33, 64, 301, "gelu"),
+    LinearWorkload("one column", 33, 1, 64, "relu"),
+    LinearWorkload("K of one", 33, 64, 1),
+    LinearWorkload("into residual", 7, 64, 256, residual=True, out_dtype=torch.float32),
+    LinearWorkload("into residual", 192, 64, 256, residual=True, out_dtype=torch.float32),
+    LinearWorkload("head", 1, 320, 64, bias=False, out_dtype=torch.float32),
+    LinearWorkload("head", 65, 320, 64, bias=False, out_dtype=torch.float32),
+)
+ATTENTION = (
+    *(
+        AttentionWorkload("packed", 2, length, length, 2, 64, packed=True)
+        for length in (1, 17, 63, 64, 65, 129)
+    ),
+    AttentionWorkload("chunk", 2, 65, 129, 2, 64),
+    AttentionWorkload("last query", 2, 1, 129, 2, 64),
+    AttentionWorkload("more queries than keys", 2, 70, 5, 2, 64),
+    AttentionWorkload("not causal", 2, 65, 129, 2, 64, causal=False),
+    AttentionWorkload(
+        "ragged", 4, 70, 129, 2, 64, q_lengths=(70, 1, 33, 0), kv_lengths=(129, 65, 20, 7)
+    ),
+    *(
+        AttentionWorkload("head size", 1, 65, 65, 2, head_dim, packed=True)
+        for head_dim in (20, 33, 128, 256)
+    ),
+)
+DECODE = (
+    DecodeWorkload("packed", (1, 15, 16, 17, 0, 129), 130, 2, 64, packed=True),
+    DecodeWorkload("full cache", (64, 64), 64, 2, 64, packed=True),
+    DecodeWorkload("odd head size", (1, 65), 65, 2, 20),
+)
+APPEND = (
+    AppendWorkload("one token", (0, 7, 15), 1, 16, 2, 64, packed=True),
+    AppendWorkload("chunk past the end", (0, 7, 13), 5, 16, 2, 64, packed=True),
+    AppendWorkload("odd head size", (0, 7, 15), 1, 16, 2, 20),
+)
+SOFTMAX = (
+    SoftmaxWorkload("one column", 5, 1),
+    SoftmaxWorkload("narrow", 70, 7),
+    SoftmaxWorkload("odd", 70, 1000),
+    SoftmaxWorkload("padded vocabulary", 5, 50304, valid=50257),
+    SoftmaxWorkload("wide", 3, 131072),
+    SoftmaxWorkload("wide, sharp logits", 3, 131072, std=30.0),
+)
+LAYER_NORM = (
+    LayerNormWorkload("one column", 5, 1),
+    LayerNormWorkload("tail", 70, 200),
+    LayerNormWorkload("mean far from 0", 70, 200, mean=100.0),
+    LayerNormWorkload("input in the output's dtype", 70, 200, x_dtype=None),
+    LayerNormWorkload("in pieces", 3, 10000),
+)
+
+# GPT-2's own shapes, in parity on a GPU: prompts of 1024 tokens, and decoding.
+
+_GPT2 = PRESETS["gpt2"]
+_HEADS = (_GPT2.n_head, _GPT2.head_dim)
+GPT2_LINEAR = tuple(w for rows in (1, 16, 1024) for w in layer_linears(_GPT2, rows))
+GPT2_ATTENTION = (
+    AttentionWorkload("gpt2 prompt", 2, 1024, 1024, *_HEADS, packed=True),
+    AttentionWorkload("gpt2 chunk", 2, 128, 1024, *_HEADS, kv_lengths=(1024, 700)),
+)
+GPT2_DECODE = (DecodeWorkload("gpt2", (1, 512, 1023, 1024), 1024, *_HEADS, packed=True),)
+GPT2_APPEND = (AppendWorkload("gpt2", (0, 512, 1023), 1, 1024, *_HEADS, packed=True),)
+GPT2_SOFTMAX = (SoftmaxWorkload("gpt2 vocabulary", 64, 50304, valid=50257),)
+GPT2_LAYER_NORM = (LayerNormWorkload("gpt2", 1024, _GPT2.n_embd),)

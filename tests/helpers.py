@@ -1,0 +1,69 @@
+"""What the kernel tests share: where a case runs, its data, and the bound on its error."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+_cuda_marks = (
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+)
+
+# Each case is one test on the CPU, and under the marker `cuda` the same on a GPU.
+on_each_device = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=_cuda_marks)]
+)
+on_each_dtype = pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param("cpu", torch.float32, id="cpu-float32"),
+        pytest.param("cuda", torch.float32, id="cuda-float32", marks=_cuda_marks),
+        pytest.param("cuda", torch.float16, id="cuda-float16", marks=_cuda_marks),
+        pytest.param("cuda", torch.bfloat16, id="cuda-bfloat16", marks=_cuda_marks),
+    ],
+)
+
+
+def needs_cuda(test: Callable) -> Callable:
+    """Run `test` on a GPU only, under the marker `cuda`."""
+    for mark in _cuda_marks:
+        test = mark(test)
+    return test
+
+
+def normal(device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Callable:
+    """A function of a shape that draws normal values, the same on any device."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, std: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * std).to(device, dtype)
+
+    return draw
+
+
+def poisoned(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
+    """An output of NaN: what a kernel does not write is seen."""
+    return torch.full(shape, float("nan"), device=device, dtype=dtype)
+
+
+def int32(*values: int, device: str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def rms(x: Tensor) -> float:
+    return x.double().square().mean().sqrt().item()
+
+
+def assert_within_bound(out: Tensor, reference: Tensor, eager: Tensor) -> None:
+    """Fail where `out` is further from the float64 `reference` than twice what eager PyTorch is.
+
+    `eager` has the same inputs and dtype. Errors are RMS; 1e-6 of the reference is allowed on top.
+    """
+    assert reference.dtype == torch.float64
+    assert out.shape == reference.shape
+    assert not out.isnan().any(), f"{int(out.isnan().sum())} of {out.numel()} elements are NaN"
+    error, eager_error = (rms(y.double() - reference) for y in (out, eager))
+    allowed = 2 * eager_error + 1e-6 * rms(reference)
+    assert error <= allowed, f"RMS error {error:.3e}, allowed {allowed:.3e}"
