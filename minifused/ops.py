@@ -139,11 +139,12 @@ def _linear_out(x, weight, bias=None, activation=None, residual=None, *, out) ->
 
 
 def _linear_empty(x, weight, bias=None, activation=None, residual=None, out_dtype=None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
+    dtype = out_dtype or (x if residual is None else residual).dtype
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
 
 
 def _linear(x, weight, bias=None, activation=None, residual=None, out_dtype=None) -> Tensor:
-    out = _linear_empty(x, weight, out_dtype=out_dtype)
+    out = _linear_empty(x, weight, bias, activation, residual, out_dtype)
     _linear_out(x, weight, bias, activation, residual, out=out)
     return out
 
@@ -170,7 +171,7 @@ def linear(
         x: (..., K). weight: (N, K). bias: (N,). All of one dtype.
         activation: None, "gelu_tanh" (GPT-2's), "gelu" (erf) or "relu".
         residual: (..., N), in the dtype of the result.
-        out_dtype: of the result; x's if None. Ignored with out.
+        out_dtype: of the result; the residual's if None, and x's without one. Ignored with out.
         out: contiguous (..., N) to write to.
 
     Returns:

@@ -4,6 +4,7 @@ An operation runs on NaN-filled outputs over the sets of `workloads`; the model 
 twin. `run` yields one `Result` a comparison, held to the bounds of `metrics`.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -78,11 +79,12 @@ def judge(
     """
     limits = BOUNDS[bound].limits(eager)
     if not fault and not metrics.within(errors, limits):
-        fault = "RMS error"
-        if errors.rms != errors.rms:
+        if not math.isfinite(errors.rms):
             fault = "NaN or infinity"
-        elif errors.rms <= limits.rms:
-            fault = f"largest error is over {limits.max:.1e}"
+        elif errors.rms > limits.rms:
+            fault = "RMS error"
+        else:
+            fault = f"an error over {limits.max:.1e}"
     return Result(
         check=check,
         case=case,
@@ -161,16 +163,14 @@ def _visible(
     return visible & (key <= query + k_valid - q_valid) if causal else visible
 
 
-def eager_decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor
-) -> Tensor:
+def eager_decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> Tensor:
     """What `ops.decode_attention` computes, by PyTorch, row by row."""
     q = q[:, :, 0] if q.dim() == 5 else q
     out = torch.zeros_like(q)  # (B, 1, H, D)
     for row, length in enumerate(lengths.tolist()):
         if length:
-            cached = (cache[row : row + 1, :length] for cache in (k_cache, v_cache))
-            out[row] = eager_attention(q[row : row + 1], *cached, causal=False)[0]
+            k, v = (cache[row : row + 1, :length] for cache in (k_cache, v_cache))
+            out[row] = eager_attention(q[row : row + 1], k, v, causal=False)[0]
     return out
 
 
@@ -202,18 +202,6 @@ def eager_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 # Operations, each on one workload
 
 
-def _measure(
-    check: str,
-    operation: Callable[..., Tensor],
-    eager_operation: Callable[..., Tensor],
-    workload: Workload,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Result:
-    outputs = _outputs(operation, eager_operation, workload, device, dtype)
-    return _result(check, workload, dtype, *outputs)
-
-
 def _outputs(
     operation: Callable[..., Tensor],
     eager_operation: Callable[..., Tensor],
@@ -225,41 +213,42 @@ def _outputs(
     inputs = workload.inputs(device, dtype, torch.Generator(device).manual_seed(0))
     eager = eager_operation(**inputs)
     poison = torch.full(eager.shape, torch.nan, dtype=eager.dtype, device=device)
-    output = operation(**inputs, out=poison)
-    return output, eager, eager_operation(**upcast(inputs))
+    reference = eager_operation(**upcast(inputs))
+    return operation(**inputs, out=poison), eager, reference
 
 
-def _result(
+def _compare(
     check: str,
-    workload: Workload,
+    case: str,
     dtype: torch.dtype,
-    output: Tensor,
-    eager: Tensor,
-    reference: Tensor,
+    outputs: tuple[Tensor, Tensor, Tensor],
     bound: str = "op",
 ) -> Result:
-    errors, eager_errors = (metrics.measure(y, reference) for y in (output, eager))
-    return judge(check, f"{workload.name} {workload.size}", dtype, errors, eager_errors, bound)
+    output, eager, reference = outputs
+    errors, eager_errors = metrics.measure(output, reference), metrics.measure(eager, reference)
+    return judge(check, case, dtype, errors, eager_errors, bound)
 
 
 def check_linear(workload: Workload, device: torch.device, dtype: torch.dtype) -> Iterator[Result]:
     """Either kernel of `ops.linear`."""
-    yield _measure("linear", ops.linear, eager_linear, workload, device, dtype)
+    outputs = _outputs(ops.linear, eager_linear, workload, device, dtype)
+    yield _compare("linear", workload.case, dtype, outputs)
 
 
 def check_attention(
     workload: Workload, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Result]:
     """`ops.attention`."""
-    yield _measure("attention", ops.attention, eager_attention, workload, device, dtype)
+    outputs = _outputs(ops.attention, eager_attention, workload, device, dtype)
+    yield _compare("attention", workload.case, dtype, outputs)
 
 
 def check_decode_attention(
     workload: Workload, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Result]:
     """`ops.decode_attention`."""
-    operations = ops.decode_attention, eager_decode_attention
-    yield _measure("decode_attention", *operations, workload, device, dtype)
+    outputs = _outputs(ops.decode_attention, eager_decode_attention, workload, device, dtype)
+    yield _compare("decode_attention", workload.case, dtype, outputs)
 
 
 def check_append_kv(
@@ -272,31 +261,36 @@ def check_append_kv(
         return torch.stack([inputs["k_cache"], inputs["v_cache"]], out=out)
 
     outputs = _outputs(append, eager_append_kv, workload, device, dtype)
-    yield _result("append_kv", workload, dtype, *outputs, bound="copy")
+    yield _compare("append_kv", workload.case, dtype, outputs, "copy")
 
 
 def check_softmax(workload: Workload, device: torch.device, dtype: torch.dtype) -> Iterator[Result]:
-    """`ops.softmax`: its error, that of each normal number for itself, and the sums of rows."""
-    output, eager, reference = _outputs(ops.softmax, eager_softmax, workload, device, dtype)
-    yield _result("softmax", workload, dtype, output, eager, reference)
+    """`ops.softmax`: the whole, each normal number relative to itself, and the sums of rows."""
+    outputs = _outputs(ops.softmax, eager_softmax, workload, device, dtype)
+    yield _compare("softmax", workload.case, dtype, outputs)
+    output, eager, reference = outputs
     smallest = torch.finfo(dtype).tiny
     errors, eager_errors = (
         metrics.measure_elementwise(y, reference, smallest) for y in (output, eager)
     )
-    case = f"{workload.name} {workload.size}"
-    yield judge("softmax elements", case, dtype, errors, eager_errors)
-    sums = (y.double().sum(-1) for y in (output, eager, reference))
-    yield _result("softmax sums", workload, dtype, *sums)
+    yield judge("softmax elements", workload.case, dtype, errors, eager_errors)
+    sums, eager_sums = (y.double().sum(-1) for y in (output, eager))
+    outputs = sums, eager_sums, torch.ones_like(sums)
+    yield _compare("softmax sums", workload.case, dtype, outputs)
 
 
 def check_layer_norm(
     workload: Workload, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Result]:
     """`ops.layer_norm`."""
-    yield _measure("layer_norm", ops.layer_norm, eager_layer_norm, workload, device, dtype)
+    outputs = _outputs(ops.layer_norm, eager_layer_norm, workload, device, dtype)
+    yield _compare("layer_norm", workload.case, dtype, outputs)
 
 
-OPERATIONS = {
+Check = Callable[[Workload, torch.device, torch.dtype], Iterator[Result]]
+
+# Each check with its workloads everywhere, and those it has on a GPU as well.
+OPERATIONS: dict[str, tuple[Check, Sequence[Workload], Sequence[Workload]]] = {
     "linear": (check_linear, workloads.LINEAR, workloads.GPT2_LINEAR),
     "attention": (check_attention, workloads.ATTENTION, workloads.GPT2_ATTENTION),
     "decode_attention": (check_decode_attention, workloads.DECODE, workloads.GPT2_DECODE),
@@ -340,15 +334,14 @@ def _twin(config: GPTConfig, weights: Mapping[str, Tensor]) -> Twin:
 
 def check_forward(models: Models) -> Iterator[Result]:
     """The residual stream after each layer, and the logits of all positions."""
-    outputs, eager_outputs, references = (
+    fused, eager, exact = (
         _layers_and_logits(model, models.tokens)
         for model in (models.fused, models.eager, models.exact)
     )
-    for name, reference in references.items():
-        errors, eager = (metrics.measure(y[name], reference) for y in (outputs, eager_outputs))
-        check = "logits" if name == "logits" else "layer"
-        case = f"{models.tokens.shape[1]} tokens" if name == "logits" else name
-        yield judge(check, case, models.dtype, errors, eager, "model")
+    for name in exact:
+        check, _, case = name.partition(" ")
+        outputs = fused[name], eager[name], exact[name]
+        yield _compare(check, case, models.dtype, outputs, "model")
 
 
 def _layers_and_logits(model: GPT | Twin, tokens: Tensor) -> dict[str, Tensor]:
@@ -358,12 +351,12 @@ def _layers_and_logits(model: GPT | Twin, tokens: Tensor) -> dict[str, Tensor]:
         return lambda module, inputs, output: outputs.update({name: output})
 
     hooks = [
-        block.register_forward_hook(keep(f"h.{layer}")) for layer, block in enumerate(model.h)
+        block.register_forward_hook(keep(f"layer h.{layer}")) for layer, block in enumerate(model.h)
     ]
     logits = model(tokens)
     for hook in hooks:
         hook.remove()
-    return {**outputs, "logits": logits}
+    return {**outputs, f"logits {tokens.shape[1]} tokens": logits}
 
 
 def check_cached(models: Models) -> Iterator[Result]:
@@ -390,9 +383,10 @@ def check_cached(models: Models) -> Iterator[Result]:
 def check_greedy(models: Models) -> Iterator[Result]:
     """Greedy tokens and their logits, each model decoding through its own KV cache.
 
-    The twin chooses the tokens that all models read on. If the fused model makes the same choice
-    each time, it would have written the same text; in 16 bits it may choose another token if
-    float64 puts it no further below the best one than the error that logits may have.
+    The twin chooses the tokens that all models read on: a fused model that makes the same choices
+    on them would have written them by itself. In 16 bits it may choose another token if float64
+    puts that one below the best by no more than the error that logits may have. Margins are
+    those of float64, from its best token to the worse of the two chosen.
     """
     start = max(1, min(len(VERSE) // 4, models.tokens.shape[1] - GREEDY_STEPS))
     prompt = models.tokens[:, :start]
@@ -401,13 +395,15 @@ def check_greedy(models: Models) -> Iterator[Result]:
     logits, choices = decode(models.fused, prompt, steps, tokens)
     exact = models.exact(torch.cat([prompt, tokens[None, :-1]], dim=1))[0, start - 1 :]
     errors, eager = (metrics.measure(y, exact) for y in (logits, eager_logits))
-    tolerance = BOUNDS["model"].limits(eager).max * metrics.rms(exact)
-    faults, ties = [], []
+    tolerance = BOUNDS["model"].limits(eager).rms * metrics.rms(exact)
+    faults: list[str] = []
+    ties: list[str] = []
     for step in (choices != tokens).nonzero().flatten().tolist():
-        margin = (exact[step].max() - exact[step, choices[step]]).item()
-        near_tie = models.dtype != torch.float32 and margin <= tolerance
-        (ties if near_tie else faults).append(f"step {step}: margin {margin:.1e}")
-    fault = f"other tokens than the twin's ({', '.join(faults)})" if faults else ""
+        best, ours, twins = exact[step].max(), exact[step, choices[step]], exact[step, tokens[step]]
+        near_tie = models.dtype != torch.float32 and best - ours <= tolerance
+        margin = (best - torch.minimum(ours, twins)).item()
+        (ties if near_tie else faults).append(f"step {step} (margin {margin:.1e})")
+    fault = f"other tokens than the twin's: {', '.join(faults)}" if faults else ""
     note = f"near-ties within {tolerance:.1e}: {', '.join(ties)}" if ties else ""
     yield judge("greedy", f"{steps} tokens", models.dtype, errors, eager, "model", fault, note)
 
@@ -438,29 +434,39 @@ def run(
     folder: Path = DEMO_FOLDER,
     checks: Sequence[str] = CHECKS,
 ) -> Iterator[Result]:
-    """Run `checks` in each dtype; results come in order, the work is spread over threads.
+    """Run `checks` in each dtype on a device, with the model of `folder`; float32 is never TF32.
 
     Raises:
         UserError: `folder` holds no model that can be read, or a compiler is missing.
     """
     config = checkpoint.load_config(folder)
     weights = checkpoint.load_weights(folder, config)
-
-    def check_model(dtype: torch.dtype) -> Iterator[Result]:
-        models = load_models(config, weights, device, dtype)
-        for name in checks:
-            if name in MODEL_CHECKS:
-                yield from MODEL_CHECKS[name](models)
-
     tasks: list[Callable[[], Iterator[Result]]] = []
     for dtype in dtypes:
-        for name in checks:
-            if name in OPERATIONS:
-                check, on_all, on_cuda = OPERATIONS[name]
-                shapes = (*on_all, *on_cuda) if device.type == "cuda" else on_all
-                tasks += [partial(check, shape, device, dtype) for shape in shapes]
-        tasks.append(partial(check_model, dtype))
-    yield from _in_threads(tasks)
+        for name in (name for name in checks if name in OPERATIONS):
+            check, everywhere, on_cuda = OPERATIONS[name]
+            shapes = (*everywhere, *on_cuda) if device.type == "cuda" else everywhere
+            tasks += [partial(check, shape, device, dtype) for shape in shapes]
+        model_checks = [MODEL_CHECKS[name] for name in checks if name in MODEL_CHECKS]
+        tasks.append(partial(_check_model, model_checks, config, weights, device, dtype))
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield from _in_threads(tasks)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _check_model(
+    checks: Sequence[Callable[[Models], Iterator[Result]]],
+    config: GPTConfig,
+    weights: Mapping[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Iterator[Result]:
+    models = load_models(config, weights, device, dtype)
+    for check in checks:
+        yield from check(models)
 
 
 def _in_threads(tasks: Sequence[Callable[[], Iterator[Result]]]) -> Iterator[Result]:

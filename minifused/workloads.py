@@ -45,8 +45,8 @@ class LinearWorkload:
     out_dtype: torch.dtype | None = None
 
     @property
-    def size(self) -> str:
-        return f"{self.m}x{self.n}x{self.k}"
+    def case(self) -> str:
+        return f"{self.name}, {self.m}x{self.n}x{self.k}"
 
     @property
     def flops(self) -> int:
@@ -91,8 +91,9 @@ class AttentionWorkload:
     kv_lengths: tuple[int, ...] | None = None
 
     @property
-    def size(self) -> str:
-        return f"{self.batch}x{self.q_len}:{self.k_len}x{self.heads}x{self.head_dim}"
+    def case(self) -> str:
+        lengths = f"{self.q_len}:{self.k_len}"
+        return f"{self.name}, {self.batch}x{lengths}x{self.heads}x{self.head_dim}"
 
     @property
     def flops(self) -> int:
@@ -108,7 +109,7 @@ class AttentionWorkload:
         """Pairs of a query and a key that it sees."""
         if not self.causal:
             return q_len * k_len
-        seeing = min(q_len, k_len)  # queries that see any key: the last see all k_len of them
+        seeing = min(q_len, k_len)  # queries that see any key; the last one sees all
         return seeing * (2 * k_len - seeing + 1) // 2
 
     def bytes(self, dtype: torch.dtype) -> int:
@@ -120,8 +121,11 @@ class AttentionWorkload:
         self, device: torch.device | str, dtype: torch.dtype, generator: torch.Generator
     ) -> Inputs:
         head = (self.heads, self.head_dim)
-        lengths = {name: _int32(getattr(self, name), device) for name in ("q_lengths", "kv_lengths")}
-        inputs: Inputs = {"causal": self.causal, **lengths}
+        inputs: Inputs = {
+            "causal": self.causal,
+            "q_lengths": _int32(self.q_lengths, device),
+            "kv_lengths": _int32(self.kv_lengths, device),
+        }
         if self.packed:
             shape = (self.batch, self.q_len, 3, *head)
             return {"q": normal(shape, device, dtype, generator), **inputs}
@@ -142,8 +146,9 @@ class DecodeWorkload:
     packed: bool = False
 
     @property
-    def size(self) -> str:
-        return f"{len(self.lengths)}x{self.capacity}x{self.heads}x{self.head_dim}"
+    def case(self) -> str:
+        shape = (len(self.lengths), self.capacity, self.heads, self.head_dim)
+        return f"{self.name}, {'x'.join(map(str, shape))}"
 
     @property
     def flops(self) -> int:
@@ -183,9 +188,9 @@ class AppendWorkload:
     packed: bool = False
 
     @property
-    def size(self) -> str:
+    def case(self) -> str:
         shape = (len(self.positions), self.length, self.capacity, self.heads, self.head_dim)
-        return "x".join(map(str, shape))
+        return f"{self.name}, {'x'.join(map(str, shape))}"
 
     @property
     def flops(self) -> int:
@@ -222,12 +227,13 @@ class SoftmaxWorkload:
     std: float = 3.0
 
     @property
-    def size(self) -> str:
-        return f"{self.m}x{self.n}" + (f" ({self.valid} valid)" if self.valid else "")
+    def case(self) -> str:
+        return f"{self.name}, {self.m}x{self.n}"
 
     @property
     def flops(self) -> int:
-        return 5 * self.m * (self.valid or self.n)  # maximum, difference, exponential, sum, quotient
+        # maximum, difference, exponential, sum, quotient
+        return 5 * self.m * (self.valid or self.n)
 
     def bytes(self, dtype: torch.dtype) -> int:
         return self.m * ((self.valid or self.n) + self.n) * dtype.itemsize
@@ -250,12 +256,13 @@ class LayerNormWorkload:
     x_dtype: torch.dtype | None = torch.float32
 
     @property
-    def size(self) -> str:
-        return f"{self.m}x{self.n}"
+    def case(self) -> str:
+        return f"{self.name}, {self.m}x{self.n}"
 
     @property
     def flops(self) -> int:
-        return 8 * self.m * self.n  # two sums, difference, square, quotient, weight, bias, mean
+        # sum, difference, square, sum of squares, and four to scale and shift
+        return 8 * self.m * self.n
 
     def bytes(self, dtype: torch.dtype) -> int:
         x = self.m * self.n * (self.x_dtype or dtype).itemsize
@@ -299,7 +306,7 @@ def layer_linears(config: GPTConfig, rows: int) -> tuple[LinearWorkload, ...]:
 LINEAR = (
     *(LinearWorkload("skinny rows", m, 200, 300, "gelu_tanh") for m in (1, 2, 3, 7, 16)),
     LinearWorkload("first gemm", 17, 200, 300, "gelu_tanh"),
-    LinearWorkload("tails in M, N, K", 129, 200, 300, "gelu_tanh"),
+    LinearWorkload("tails in M N K", 385, 200, 300, "gelu_tanh"),
     LinearWorkload("odd K", 33, 64, 301, "gelu"),
     LinearWorkload("one column", 33, 1, 64, "relu"),
     LinearWorkload("K of one", 33, 64, 1),
@@ -341,7 +348,7 @@ SOFTMAX = (
     SoftmaxWorkload("odd", 70, 1000),
     SoftmaxWorkload("padded vocabulary", 5, 50304, valid=50257),
     SoftmaxWorkload("wide", 3, 131072),
-    SoftmaxWorkload("wide, sharp logits", 3, 131072, std=30.0),
+    SoftmaxWorkload("wide and sharp", 3, 131072, std=30.0),
 )
 LAYER_NORM = (
     LayerNormWorkload("one column", 5, 1),

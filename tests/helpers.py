@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from minifused.metrics import BOUNDS, Errors, measure, within
+
 _cuda_marks = (
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
 )
 
 # Each case is one test on the CPU, and under the marker `cuda` the same on a GPU.
-on_each_device = pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=_cuda_marks)]
-)
+DEVICES = ["cpu", pytest.param("cuda", marks=_cuda_marks)]
+on_each_device = pytest.mark.parametrize("device", DEVICES)
 on_each_dtype = pytest.mark.parametrize(
     ("device", "dtype"),
     [
@@ -52,18 +53,15 @@ def int32(*values: int, device: str = "cpu") -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def rms(x: Tensor) -> float:
-    return x.double().square().mean().sqrt().item()
-
-
 def assert_within_bound(out: Tensor, reference: Tensor, eager: Tensor) -> None:
-    """Fail where `out` is further from the float64 `reference` than twice what eager PyTorch is.
+    """Fail where `out` is further from the float64 `reference` than the bound of one kernel.
 
-    `eager` has the same inputs and dtype. Errors are RMS; 1e-6 of the reference is allowed on top.
+    `eager` is what eager PyTorch makes of the same inputs in the same dtype.
     """
-    assert reference.dtype == torch.float64
-    assert out.shape == reference.shape
     assert not out.isnan().any(), f"{int(out.isnan().sum())} of {out.numel()} elements are NaN"
-    error, eager_error = (rms(y.double() - reference) for y in (out, eager))
-    allowed = 2 * eager_error + 1e-6 * rms(reference)
-    assert error <= allowed, f"RMS error {error:.3e}, allowed {allowed:.3e}"
+    assert_errors_within(measure(out, reference), measure(eager, reference))
+
+
+def assert_errors_within(errors: Errors, eager: Errors) -> None:
+    limits = BOUNDS["op"].limits(eager)
+    assert within(errors, limits), f"{errors}, allowed {limits}, eager PyTorch {eager}"

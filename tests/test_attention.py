@@ -157,6 +157,7 @@ def test_chunks_equal_one_pass(device):
         torch.testing.assert_close(chunk, whole[:, begin:end], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:CPU kernels are float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @on_each_device
 def test_scores_beyond_the_range_of_float16(device, dtype):

@@ -20,17 +20,28 @@ CAPACITY = 33  # two blocks of keys and one more
 # append_kv
 
 
-def empty_caches(batch, device, dtype=torch.float32):
-    return tuple(poisoned(batch, CAPACITY, 2, 8, device=device, dtype=dtype) for _ in range(2))
+def empty_caches(batch, device, dtype=torch.float32, capacity=CAPACITY):
+    return tuple(poisoned(batch, capacity, 2, 8, device=device, dtype=dtype) for _ in range(2))
 
 
 def written_by_hand(cache, x, positions):
     cache = cache.clone()
     for row, position in enumerate(positions):
         for t in range(x.shape[1]):
-            if 0 <= position + t < CAPACITY:
+            if 0 <= position + t < cache.shape[1]:
                 cache[row, position + t] = x[row, t]
     return cache
+
+
+def check_append(qkv, positions, capacity, packed):
+    """Append to empty caches, (B, capacity, 2, 8); all else in them has to stay."""
+    _, k, v = qkv.unbind(2)
+    caches = empty_caches(qkv.shape[0], qkv.device, qkv.dtype, capacity)
+    expected = [written_by_hand(c, x, positions) for c, x in zip(caches, (k, v), strict=True)]
+    k, v = (qkv, None) if packed else (k, v)
+    ops.append_kv(*caches, k, v, int32(*positions, device=qkv.device))
+    for cache, by_hand in zip(caches, expected, strict=True):
+        assert torch.equal(cache.nan_to_num(1e3), by_hand.nan_to_num(1e3))
 
 
 APPENDS = {  # new rows, position of each batch row
@@ -50,14 +61,7 @@ APPENDS = {  # new rows, position of each batch row
 @on_each_dtype
 def test_append_writes_its_rows_and_no_other(case, packed, device, dtype):
     length, positions = case
-    qkv = normal(device, dtype)(3, length, 3, 2, 8)
-    _, k, v = qkv.unbind(2)
-    caches = empty_caches(3, device, dtype)
-    expected = [written_by_hand(c, x, positions) for c, x in zip(caches, (k, v), strict=True)]
-    ops.append_kv(*caches, qkv if packed else k, None if packed else v,
-                  int32(*positions, device=device))  # fmt: skip
-    for cache, by_hand in zip(caches, expected, strict=True):
-        assert torch.equal(cache.nan_to_num(1e3), by_hand.nan_to_num(1e3))
+    check_append(normal(device, dtype)(3, length, 3, 2, 8), positions, CAPACITY, packed)
 
 
 @on_each_device
@@ -70,6 +74,7 @@ def test_append_copies_strided_keys_and_values(device):
         assert torch.equal(cache[1, 3:8], x[1])
 
 
+@pytest.mark.filterwarnings("ignore:CPU kernels are float32")
 def test_append_of_16_bits_on_a_cpu():
     qkv = normal("cpu", torch.bfloat16)(2, 5, 3, 2, 8)
     caches = empty_caches(2, "cpu", torch.bfloat16)
@@ -156,8 +161,10 @@ def test_decode(lengths, packed, device, dtype):
 @on_each_dtype
 def test_decode_wide_scores_and_own_scale(device, dtype):
     draw = normal(device, dtype)
-    caches = draw(2, 200, 2, 20, std=10.0), draw(2, 200, 2, 20)
-    check_decode(draw(2, 1, 2, 20, std=10.0), *caches, int32(3, 200, device=device), scale=0.7)
+    b = 256  # with few rows the error is chance: it comes from the near-ties
+    caches = draw(b, 50, 2, 20, std=3.0), draw(b, 50, 2, 20)
+    lengths = torch.randint(0, 51, (b,), generator=torch.Generator().manual_seed(0))
+    check_decode(draw(b, 1, 2, 20, std=3.0), *caches, lengths.to(device, torch.int32), scale=0.7)
 
 
 @pytest.mark.parametrize("head_dim", [1, 63, 64, 80, 128, 256])

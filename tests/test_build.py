@@ -1,0 +1,78 @@
+"""The compile cache, shared by processes or damaged, and a machine without a compiler."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = """
+import sys
+import torch
+from minifused import ops
+from minifused.kernels.build import stats
+print("ready", flush=True)
+sys.stdin.readline()  # so that all start together
+x = torch.arange(21.0).view(3, 7).sin()
+print(ops.softmax(x).sum(0).tolist(), stats.count)
+"""
+
+
+def start(cache, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "TILELANG_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT), **environment},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def finish(processes):
+    """What each printed once all were ready."""
+    for process in processes:
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    ended = [process.communicate(timeout=100) for process in processes]
+    for process, (_, errors) in zip(processes, ended, strict=True):
+        assert process.returncode == 0, errors
+    return [output for output, _ in ended]
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A cache that was absent when four processes started on it, and what they printed."""
+    cache = tmp_path_factory.mktemp("compile") / "absent" / "cache"
+    return cache, finish([start(cache) for _ in range(4)])
+
+
+def libraries(cache):
+    return sorted(cache.rglob("*.so"))
+
+
+def test_four_processes_share_an_empty_cache(filled):
+    cache, outputs = filled
+    assert len(set(outputs)) == 1
+    assert outputs[0].endswith("] 1\n")
+    assert len(libraries(cache)) == 1
+
+
+@pytest.mark.parametrize("kept", [0, 100, 0.5], ids=["empty", "header", "half"])
+def test_a_damaged_library_is_compiled_again(filled, kept):
+    cache, outputs = filled
+    (library,) = libraries(cache)
+    whole = library.read_bytes()
+    library.write_bytes(whole[: int(kept * len(whole)) if kept == 0.5 else kept])
+    assert finish([start(cache)]) == outputs[:1]
+    assert len(library.read_bytes()) > len(whole) / 2, "the damaged library is still there"
+
+
+def test_no_compiler_is_a_user_error_that_names_it(tmp_path):
+    process = start(tmp_path, PATH="", CXX="")
+    _, errors = process.communicate("\n", timeout=100)
+    assert process.returncode != 0
+    message = errors.strip().splitlines()[-1]
+    assert message.startswith("minifused.errors.UserError: no C++ compiler")
+    assert all(name in message for name in ("g++", "clang++", "CXX"))
