@@ -25,6 +25,8 @@ def append_kv_kernel(tile: Tile, width: int, packed: bool, dtype: str, schedule:
     slots, k_slot, v_slot = (3, 1, 2) if packed else (1, 0, 0)
     batch, length, capacity = T.dynamic("batch"), T.dynamic("length"), T.dynamic("capacity")
 
+    grid = (length, T.ceildiv(width, block_n), batch)
+
     @T.prim_func
     def append_kv(
         K: T.Tensor((batch, length, slots, width), dtype),
@@ -33,9 +35,7 @@ def append_kv_kernel(tile: Tile, width: int, packed: bool, dtype: str, schedule:
         K_cache: T.Tensor((batch, capacity, width), dtype),
         V_cache: T.Tensor((batch, capacity, width), dtype),
     ):
-        with T.Kernel(
-            length, T.ceildiv(width, block_n), batch, threads=schedule.num_threads
-        ) as (bx, by, bz):
+        with T.Kernel(*grid, threads=schedule.num_threads) as (bx, by, bz):
             row = positions[bz] + bx
             if row >= 0 and row < capacity:
                 for j in tile.parallel(block_n):
@@ -56,9 +56,7 @@ def _select(
     return compile_kernel(append_kv_kernel, tile, width, packed, dtype_name(dtype), schedule)
 
 
-def append_kv(
-    k: Tensor, v: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor
-) -> None:
+def append_kv(k: Tensor, v: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     """Write k, v to rows positions[b] + t of the caches (b, capacity, h, d).
 
     k, v are contiguous (b, t, h, d), or k is v, one packed (b, t, 3, h, d).

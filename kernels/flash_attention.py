@@ -44,6 +44,7 @@ def flash_attention_kernel(
     batch, q_len, k_len = T.dynamic("batch"), T.dynamic("q_len"), T.dynamic("k_len")
     p_scope = tile.fragment if tile.has_tensor_core(dtype) else tile.shared
     scale_log2 = scale * math.log2(math.e)
+    grid = (T.ceildiv(q_len, block_m), heads, batch)
 
     @T.prim_func
     def flash_attention(
@@ -54,9 +55,7 @@ def flash_attention_kernel(
         kv_lengths: T.Tensor((batch,), "int32"),
         O: T.Tensor((batch, q_len, heads, head_dim), dtype),
     ):
-        with T.Kernel(
-            T.ceildiv(q_len, block_m), heads, batch, threads=schedule.num_threads
-        ) as (bx, by, bz):
+        with T.Kernel(*grid, threads=schedule.num_threads) as (bx, by, bz):
             Q_shared = tile.shared((block_m, dim), dtype)
             K_shared = tile.shared((block_n, dim), dtype)
             V_shared = tile.shared((block_n, dim), dtype)

@@ -37,6 +37,7 @@ def gemm_kernel(
     """
     block_m, block_n, block_k = schedule.block_m, schedule.block_n, schedule.block_k
     m = T.dynamic("m")
+    grid = (T.ceildiv(m, block_m), T.ceildiv(n, block_n))
 
     @T.prim_func
     def gemm(
@@ -46,9 +47,7 @@ def gemm_kernel(
         R: T.Tensor((m, n), out_dtype),
         C: T.Tensor((m, n), out_dtype),
     ):
-        with T.Kernel(
-            T.ceildiv(m, block_m), T.ceildiv(n, block_n), threads=schedule.num_threads
-        ) as (bx, by):
+        with T.Kernel(*grid, threads=schedule.num_threads) as (bx, by):
             A_shared = tile.shared((block_m, block_k), dtype)
             W_shared = tile.shared((block_n, block_k), dtype)
             C_shared = tile.shared((block_m, block_n), out_dtype)

@@ -31,6 +31,7 @@ def skinny_gemm_kernel(
     """
     block_m, block_n, block_k = schedule.block_m, schedule.block_n, schedule.block_k
     m = T.dynamic("m")
+    grid = (T.ceildiv(n, block_n), T.ceildiv(m, block_m))
 
     @T.prim_func
     def skinny_gemm(
@@ -40,9 +41,7 @@ def skinny_gemm_kernel(
         R: T.Tensor((m, n), out_dtype),
         C: T.Tensor((m, n), out_dtype),
     ):
-        with T.Kernel(
-            T.ceildiv(n, block_n), T.ceildiv(m, block_m), threads=schedule.num_threads
-        ) as (bx, by):
+        with T.Kernel(*grid, threads=schedule.num_threads) as (bx, by):
             partial = tile.fragment((block_m, block_n, block_k), "float32")
             total = tile.fragment((block_m, block_n), "float32")
             T.clear(partial)
@@ -75,6 +74,4 @@ def skinny_gemm(
     out: Tensor,
 ) -> None:
     """Write act(x (m, k) @ weight (n, k)^T + bias) + residual to out (m, n), all contiguous."""
-    launch_linear(
-        skinny_gemm_kernel, skinny_schedule, x, weight, bias, activation, residual, out
-    )
+    launch_linear(skinny_gemm_kernel, skinny_schedule, x, weight, bias, activation, residual, out)

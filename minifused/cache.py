@@ -1,7 +1,6 @@
 """The KV cache: preallocated, with a length for each batch row."""
 
 import torch
-from torch import Tensor
 
 from minifused.config import GPTConfig
 

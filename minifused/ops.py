@@ -9,9 +9,9 @@ warning says so once.
 """
 
 import functools
-import math
 import warnings
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -48,37 +48,49 @@ def _writes(*args, **kwargs) -> None:
     """The fake function of an operator that returns nothing and writes to an argument."""
 
 
-def _require(ok: bool, name: str, tensor: Tensor, expected: str) -> None:
-    if not ok:
-        raise ValueError(
-            f"{name} is {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}: "
-            f"expected {expected}"
-        )
+def _refuse(name: str, tensor: Tensor, expected: str) -> NoReturn:
+    raise ValueError(
+        f"{name} is {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}: expected {expected}"
+    )
+
+
+# The checks run before every launch: they build no text unless they refuse.
 
 
 def _require_like(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     if tensor.shape != shape or tensor.dtype != like.dtype or tensor.device != like.device:
-        _require(False, name, tensor, f"{tuple(shape)}, {like.dtype} on {like.device}")
+        _refuse(name, tensor, f"{tuple(shape)}, {like.dtype} on {like.device}")
 
 
 def _require_float(name: str, tensor: Tensor) -> None:
-    _require(tensor.dtype in DTYPES, name, tensor, "float32, float16 or bfloat16")
+    if tensor.dtype not in DTYPES:
+        _refuse(name, tensor, "float32, float16 or bfloat16")
 
 
 def _require_out(out: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     ok = out.shape == shape and out.device == like.device and out.is_contiguous()
     if not ok or out.dtype not in DTYPES:
-        _require(False, "out", out, f"a contiguous {tuple(shape)} on {like.device}")
+        _refuse("out", out, f"a contiguous {tuple(shape)} on {like.device}")
 
 
 def _require_lengths(name: str, lengths: Tensor, batch: int, like: Tensor) -> None:
     ok = lengths.shape == (batch,) and lengths.dtype == torch.int32
     if not ok or lengths.device != like.device:
-        _require(False, name, lengths, f"({batch},), torch.int32 on {like.device}")
+        _refuse(name, lengths, f"({batch},), torch.int32 on {like.device}")
+
+
+def _require_columns(x: Tensor) -> None:
+    if x.dim() == 0 or x.shape[-1] == 0:
+        _refuse("x", x, "(..., N) with at least one column")
+
+
+def _require_head_dim(q: Tensor) -> None:
+    if not 0 < q.shape[-1] <= MAX_HEAD_DIM:
+        _refuse("q", q, f"a head size from 1 to {MAX_HEAD_DIM}")
 
 
 def _require_grid(what: str, blocks: int, tensor: Tensor) -> None:
-    if tensor.is_cuda and blocks > MAX_GRID_YZ:
+    if blocks > MAX_GRID_YZ and tensor.is_cuda:
         raise ValueError(f"{what} is {blocks}: a CUDA grid has at most {MAX_GRID_YZ}")
 
 
@@ -122,9 +134,11 @@ def _launch_linear(x, weight, bias, activation, residual, *, out) -> None:
 
 def _linear_out(x, weight, bias=None, activation=None, residual=None, *, out) -> None:
     _require_float("x", x)
-    _require(weight.dim() == 2 and weight.numel() > 0, "weight", weight, "(N, K), neither 0")
+    if weight.dim() != 2 or weight.numel() == 0:
+        _refuse("weight", weight, "(N, K), neither 0")
     n, k = weight.shape
-    _require(x.dim() > 0 and x.shape[-1] == k, "x", x, f"(..., {k}), as weight has {k} columns")
+    if x.dim() == 0 or x.shape[-1] != k:
+        _refuse("x", x, f"(..., {k}), as weight has {k} columns")
     _require_like("weight", weight, (n, k), x)
     if bias is not None:
         _require_like("bias", bias, (n,), x)
@@ -197,16 +211,16 @@ def _attention_out(
     q, k=None, v=None, causal=True, scale=None, q_lengths=None, kv_lengths=None, *, out
 ) -> None:
     _require_float("q", q)
-    if k is None:
-        _require(q.dim() == 5 and q.shape[2] == 3, "q", q, "(B, T, 3, H, D), as k is not given")
-    else:
-        _require(q.dim() == 4 and v is not None, "q", q, "(B, Tq, H, D), and k and v given")
+    if k is None and (q.dim() != 5 or q.shape[2] != 3):
+        _refuse("q", q, "(B, T, 3, H, D), as k is not given")
+    if k is not None and (q.dim() != 4 or v is None):
+        _refuse("q", q, "(B, Tq, H, D), and k and v given")
     batch, q_len, heads, head_dim = _output_shape(q)
     k_len = q_len if k is None else k.shape[1]
     if k is not None:
         _require_like("k", k, (batch, k_len, heads, head_dim), q)
         _require_like("v", v, (batch, k_len, heads, head_dim), q)
-    _require(0 < head_dim <= MAX_HEAD_DIM, "q", q, f"a head size from 1 to {MAX_HEAD_DIM}")
+    _require_head_dim(q)
     _require_out(out, (batch, q_len, heads, head_dim), q)
     _require_grid("the batch size", batch, q)
     _require_grid("the number of heads", heads, q)
@@ -287,7 +301,8 @@ def attention(
 
 
 def _require_caches(k_cache: Tensor, v_cache: Tensor, like: Tensor) -> None:
-    _require(k_cache.dim() == 4, "k_cache", k_cache, "(B, capacity, H, D)")
+    if k_cache.dim() != 4:
+        _refuse("k_cache", k_cache, "(B, capacity, H, D)")
     shape = (like.shape[0], k_cache.shape[1], *like.shape[-2:])
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         _require_like(name, cache, shape, like)
@@ -301,10 +316,11 @@ def _require_caches(k_cache: Tensor, v_cache: Tensor, like: Tensor) -> None:
 
 def _append_kv(k_cache, v_cache, k, v, positions) -> None:
     _require_float("k", k)
-    if v is None:
-        _require(k.dim() == 5 and k.shape[2] == 3, "k", k, "(B, T, 3, H, D), as v is not given")
-    else:
-        _require(k.dim() == 4, "k", k, "(B, T, H, D)")
+    if v is None and (k.dim() != 5 or k.shape[2] != 3):
+        _refuse("k", k, "(B, T, 3, H, D), as v is not given")
+    if v is not None:
+        if k.dim() != 4:
+            _refuse("k", k, "(B, T, H, D)")
         _require_like("v", v, k.shape, k)
     _require_caches(k_cache, v_cache, k)
     _require_lengths("positions", positions, k.shape[0], k)
@@ -353,15 +369,14 @@ def _launch_decode_attention(q, k_cache, v_cache, lengths, scale, *, out) -> Non
 def _decode_attention_out(q, k_cache, v_cache, lengths, scale=None, *, out) -> None:
     _require_float("q", q)
     packed = q.dim() == 5 and q.shape[2] == 3
-    ok = (packed or q.dim() == 4) and q.shape[1] == 1
-    _require(ok, "q", q, "(B, 1, H, D) or (B, 1, 3, H, D): one query a row")
+    if not (packed or q.dim() == 4) or q.shape[1] != 1:
+        _refuse("q", q, "(B, 1, H, D) or (B, 1, 3, H, D): one query a row")
     _require_caches(k_cache, v_cache, q)
     _require_lengths("lengths", lengths, q.shape[0], q)
-    head_dim = q.shape[-1]
-    _require(0 < head_dim <= MAX_HEAD_DIM, "q", q, f"a head size from 1 to {MAX_HEAD_DIM}")
+    _require_head_dim(q)
     _require_out(out, _output_shape(q), q)
     if out.numel():
-        scale = head_dim**-0.5 if scale is None else scale
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
         _launch_decode_attention(q, k_cache, v_cache, lengths.contiguous(), scale, out=out)
 
 
@@ -421,7 +436,7 @@ def _launch_softmax(x, valid, *, out) -> None:
 
 def _softmax_out(x, valid=None, *, out) -> None:
     _require_float("x", x)
-    _require(x.dim() > 0 and x.shape[-1] > 0, "x", x, "(..., N) with at least one column")
+    _require_columns(x)
     valid = x.shape[-1] if valid is None else valid
     if not 0 < valid <= x.shape[-1]:
         raise ValueError(f"valid is {valid}: expected 1 to {x.shape[-1]}, the columns of x")
@@ -483,7 +498,7 @@ def _launch_layer_norm(x, weight, bias, eps, *, out) -> None:
 
 def _layer_norm_out(x, weight, bias, eps=1e-5, *, out) -> None:
     _require_float("x", x)
-    _require(x.dim() > 0 and x.shape[-1] > 0, "x", x, "(..., N) with at least one column")
+    _require_columns(x)
     _require_out(out, x.shape, x)
     for name, tensor in (("weight", weight), ("bias", bias)):
         _require_like(name, tensor, (x.shape[-1],), out)

@@ -38,7 +38,7 @@ def finish(processes):
     ended = [process.communicate(timeout=100) for process in processes]
     for process, (_, errors) in zip(processes, ended, strict=True):
         assert process.returncode == 0, errors
-    return [output for output, _ in ended]
+    return [output.splitlines()[-1] for output, _ in ended]  # TileLang's log comes before it
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +55,17 @@ def libraries(cache):
 def test_four_processes_share_an_empty_cache(filled):
     cache, outputs = filled
     assert len(set(outputs)) == 1
-    assert outputs[0].endswith("] 1\n")
+    assert outputs[0].endswith("] 1")
     assert len(libraries(cache)) == 1
 
 
-@pytest.mark.parametrize("kept", [0, 100, 0.5], ids=["empty", "header", "half"])
-def test_a_damaged_library_is_compiled_again(filled, kept):
+def test_a_damaged_library_is_compiled_again(filled):
     cache, outputs = filled
     (library,) = libraries(cache)
     whole = library.read_bytes()
-    library.write_bytes(whole[: int(kept * len(whole)) if kept == 0.5 else kept])
+    library.write_bytes(whole[: len(whole) // 2])
     assert finish([start(cache)]) == outputs[:1]
-    assert len(library.read_bytes()) > len(whole) / 2, "the damaged library is still there"
+    assert len(library.read_bytes()) == len(whole)
 
 
 def test_no_compiler_is_a_user_error_that_names_it(tmp_path):

@@ -14,7 +14,6 @@ from minifused.kernels import build
 from minifused.model import GPT
 from minifused.twin import Twin
 
-
 # Widths of its own, but one head size: kernels are compiled per width.
 SMALL = GPTConfig(vocab_size=97, n_positions=64, n_embd=40, n_layer=2, n_head=2)
 VARIANTS = {
@@ -172,9 +171,9 @@ def test_compiles_into_one_graph():
 
 def test_refuses_more_positions_than_there_are():
     model, _ = random_pair(SMALL)
-    with pytest.raises(ValueError, match="65 positions.*64"):
+    with pytest.raises(ValueError, match=r"65 positions.*64"):
         model(random_tokens(SMALL, 1, 65))
     cache = model.new_cache(1, 8)
     model(random_tokens(SMALL, 1, 8), cache)
-    with pytest.raises(ValueError, match="9 positions.*8"):
+    with pytest.raises(ValueError, match=r"9 positions.*8"):
         model(random_tokens(SMALL, 1, 1), cache)
