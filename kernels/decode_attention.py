@@ -78,8 +78,8 @@ def decode_attention_kernel(
                 for j in tile.parallel(block_n):
                     # A lane without a key so far: shift by 0, since -inf - -inf is NaN.
                     shift = T.if_then_else(m[j] == minus_inf, 0.0, m[j])
-                    s[j] = T.exp2(s[j] - shift)
-                    rescale[j] = T.exp2(rescale[j] - shift)
+                    s[j] = tile.exp2(s[j] - shift)
+                    rescale[j] = tile.exp2(rescale[j] - shift)
                     l[j] = l[j] * rescale[j] + s[j]
                 for j, d in tile.parallel(block_n, dim):
                     o[j, d] = o[j, d] * rescale[j] + s[j] * T.if_then_else(
@@ -89,7 +89,7 @@ def decode_attention_kernel(
                     )
             T.reduce_max(m, m_all, dim=0)
             for j in tile.parallel(block_n):
-                m[j] = T.if_then_else(m[j] == minus_inf, 0.0, T.exp2(m[j] - m_all[0]))
+                m[j] = T.if_then_else(m[j] == minus_inf, 0.0, tile.exp2(m[j] - m_all[0]))
                 l[j] *= m[j]
             T.reduce_sum(l, l_all, dim=0)
             for j, d in tile.parallel(block_n, dim):

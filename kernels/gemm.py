@@ -67,7 +67,7 @@ def gemm_kernel(
                     acc[i, j] += T.cast(bias_fragment[j], "float32")
             if activation is not None:
                 for i, j in tile.parallel(block_m, block_n):
-                    acc[i, j] = activate(activation, acc[i, j])
+                    acc[i, j] = activate(tile, activation, acc[i, j])
             if has_residual:
                 T.copy(R[bx * block_m, by * block_n], R_fragment)
                 for i, j in tile.parallel(block_m, block_n):

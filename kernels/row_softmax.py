@@ -32,7 +32,7 @@ def row_softmax_kernel(
     minus_inf = -T.infinity("float32")
     # 16-bit results hide the rounding of x * log2(e); float32 results would not (28 times the
     # error at wide logits), so there the natural exponential is taken of the exact difference.
-    scale, exp = (1.0, T.exp) if out_dtype == "float32" else (math.log2(math.e), T.exp2)
+    scale, exp = (1.0, tile.exp) if out_dtype == "float32" else (math.log2(math.e), tile.exp2)
 
     @T.prim_func
     def row_softmax(X: T.Tensor((m, n), dtype), Y: T.Tensor((m, n), out_dtype)):

@@ -57,7 +57,7 @@ def skinny_gemm_kernel(
                     if has_bias:
                         total[i, j] += T.cast(bias[col], "float32")
                     if activation is not None:
-                        total[i, j] = activate(activation, total[i, j])
+                        total[i, j] = activate(tile, activation, total[i, j])
                     if has_residual:
                         total[i, j] += T.cast(R[row, col], "float32")
                     C[row, col] = T.cast(total[i, j], out_dtype)

@@ -1,10 +1,10 @@
 """The tile dialect: all that differs between a GPU block and a CPU core.
 
 A kernel is written once at tile level. What it cannot know is where a tile lives, how a loop
-over a tile runs and how two tiles are multiplied; it asks a `Tile` for these three. On CUDA they
-are TileLang's own `alloc_shared`, `alloc_fragment`, `Parallel` and `gemm`; on the CPU (target
-`c`) tiles are local arrays, tile loops are plain loops, and products are register-blocked loops
-that the C compiler vectorises.
+over a tile runs, how two tiles are multiplied and what an exponential is; it asks a `Tile` for
+these. On CUDA they are TileLang's own `alloc_shared`, `alloc_fragment`, `Parallel`, `gemm` and
+`exp`; on the CPU (target `c`) tiles are local arrays, tile loops are plain loops, and products and
+exponentials are written so that the C compiler vectorises them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from functools import cached_property
 
 import tilelang.language as T
 from tvm.target import Target
+
+from minifused.kernels import cpu_math
 
 CPU_MICRO_M, CPU_MICRO_N = 3, 4  # accumulators of a micro-tile: 12 of the 16 AVX2 registers
 
@@ -55,6 +57,12 @@ class Tile:
     def parallel(self, *extents):
         """A loop over a tile whose iterations are independent."""
         return (T.Parallel if self.is_cuda else T.grid)(*extents)
+
+    def exp(self, x):
+        return T.exp(x) if self.is_cuda else cpu_math.exp(x)
+
+    def exp2(self, x):
+        return T.exp2(x) if self.is_cuda else cpu_math.exp2(x)
 
     def gemm(self, a, b, c, transpose_b: bool = False, whole_rows: bool = False):
         """c (m, n) += a (m, k) @ b (k, n), or @ b (n, k) transposed; c is a float32 fragment.

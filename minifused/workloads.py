@@ -328,7 +328,7 @@ ATTENTION = (
         "ragged", 4, 70, 129, 2, 64, q_lengths=(70, 1, 33, 0), kv_lengths=(129, 65, 20, 7)
     ),
     *(
-        AttentionWorkload("head size", 1, 65, 65, 2, head_dim, packed=True)
+        AttentionWorkload(f"head size of {head_dim}", 1, 65, 65, 2, head_dim, packed=True)
         for head_dim in (20, 33, 128, 256)
     ),
 )

@@ -1,0 +1,302 @@
+"""The CUDA source of each kernel, generated without a GPU: does it use what it should?"""
+
+import functools
+import re
+
+import pytest
+import tilelang
+
+from minifused.kernels import build, schedule
+from minifused.kernels.append_kv import append_kv_kernel
+from minifused.kernels.decode_attention import decode_attention_kernel
+from minifused.kernels.flash_attention import flash_attention_kernel
+from minifused.kernels.gemm import gemm_kernel
+from minifused.kernels.layer_norm import MAX_COLUMNS_IN_REGISTERS, layer_norm_kernel
+from minifused.kernels.row_softmax import row_softmax_kernel
+from minifused.kernels.skinny_gemm import skinny_gemm_kernel
+from minifused.kernels.tile import CPU, Tile
+
+ARCHS = ("sm_80", "sm_90a", "sm_100a")
+BF16, F32 = "bfloat16", "float32"
+
+
+# What each machine is given, in GPT-2's sizes with the schedules chosen for them.
+
+
+def gemm(tile, dtype, m=512, n=2304, k=768):
+    chosen = schedule.gemm_schedule(tile, m, n, k, dtype)
+    return gemm_kernel, tile, n, k, dtype, dtype, "gelu_tanh", True, True, chosen
+
+
+def skinny(tile, dtype, m=8, n=768, k=768):
+    chosen = schedule.skinny_schedule(tile, m, n, k, dtype)
+    return skinny_gemm_kernel, tile, n, k, dtype, F32, None, True, True, chosen
+
+
+def attention(tile, dtype, head_dim=64):
+    chosen = schedule.attention_schedule(tile, head_dim, dtype)
+    return (flash_attention_kernel, tile, 12, head_dim, True, True, True, head_dim**-0.5, dtype,
+            chosen)  # fmt: skip
+
+
+def decode(tile, dtype, head_dim=64):
+    chosen = schedule.decode_attention_schedule(tile, head_dim, dtype)
+    return decode_attention_kernel, tile, 12, head_dim, True, head_dim**-0.5, dtype, chosen
+
+
+def append(tile, dtype):
+    return append_kv_kernel, tile, 768, True, dtype, schedule.row_schedule(tile, 768, 1024)
+
+
+def softmax(tile, dtype, n=768):
+    chosen = schedule.row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
+    return row_softmax_kernel, tile, n, n, dtype, F32, chosen
+
+
+def layer_norm(tile, dtype, n=768):
+    chosen = schedule.row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
+    return layer_norm_kernel, tile, n, 1e-5, F32, dtype, chosen
+
+
+@functools.cache
+def lowered(make, arch, dtype, **sizes):
+    """The body of the CUDA kernel, and the bytes of dynamic shared memory it asks for."""
+    builder, tile, *static = make(Tile(arch), dtype, **sizes)
+    with tile.target:
+        artifact = tilelang.lower(builder(tile, *static), target=tile.target)
+    functions = artifact.device_mod.functions.values()
+    shared = [f.attrs["dyn_shared_memory_buf"] for f in functions
+              if "dyn_shared_memory_buf" in f.attrs]  # fmt: skip
+    source = artifact.kernel_source
+    return source[source.rindex("__launch_bounds__") :], max(map(int, shared), default=0)
+
+
+def instructions(source):
+    """Which of the instructions that matter are in a source."""
+    patterns = {
+        "wgmma": r"wgmma_[rs]s",
+        "mma": r"mma_sync",
+        "ldmatrix": r"ldmatrix",
+        "cp_async": r"cp_async_gs",
+        "tma_load": r"tma_load",
+        "tma_store": r"tma_store",
+        "warp_specialised": r"warpgroup_reg_alloc",
+    }
+    return {name for name, pattern in patterns.items() if re.search(pattern, source)}
+
+
+EXPECTED = {
+    "sm_80": {"mma", "ldmatrix", "cp_async"},
+    "sm_90a": {"wgmma", "tma_load", "tma_store", "warp_specialised"},
+    "sm_100a": {"mma", "ldmatrix", "tma_load", "tma_store", "warp_specialised"},
+}
+# Unaligned head sizes have no TMA; each lowers in seconds, so not on every machine.
+ATTENTION_CASES = {
+    **{("bfloat16", 64, arch): EXPECTED[arch] for arch in ARCHS},
+    ("bfloat16", 128, "sm_90a"): EXPECTED["sm_90a"],
+    ("bfloat16", 8, "sm_90a"): EXPECTED["sm_90a"],
+    ("bfloat16", 40, "sm_100a"): EXPECTED["sm_100a"],
+    ("bfloat16", 80, "sm_90a"): EXPECTED["sm_90a"],
+    ("bfloat16", 20, "sm_90a"): {"wgmma", "cp_async"},
+    ("bfloat16", 63, "sm_80"): {"mma", "ldmatrix"},
+    ("float32", 64, "sm_80"): {"cp_async"},
+    ("float32", 64, "sm_90a"): {"tma_load", "tma_store", "warp_specialised"},
+}
+attention_cases = pytest.mark.parametrize(
+    ("dtype", "head_dim", "arch"),
+    ATTENTION_CASES,
+    ids=[f"{arch}-{head_dim}-{dtype}" for dtype, head_dim, arch in ATTENTION_CASES],
+)
+
+
+# Instructions
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gemm_uses_tensor_cores_and_bulk_copies(arch):
+    assert instructions(lowered(gemm, arch, BF16)[0]) >= EXPECTED[arch]
+
+
+@pytest.mark.parametrize("m", [32, 8192], ids=["few_rows", "many_rows"])
+def test_gemm_of_other_row_counts_too(m):
+    assert instructions(lowered(gemm, "sm_90a", BF16, m=m)[0]) >= EXPECTED["sm_90a"]
+
+
+@attention_cases
+def test_attention_uses_tensor_cores_and_bulk_copies(dtype, head_dim, arch):
+    source, _ = lowered(attention, arch, dtype, head_dim=head_dim)
+    assert instructions(source) >= ATTENTION_CASES[dtype, head_dim, arch]
+
+
+@pytest.mark.parametrize("make", [gemm, skinny, decode, softmax], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_float32_is_never_tf32(make, arch):
+    assert_true_float32(lowered(make, arch, F32)[0])
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_float32_attention_is_never_tf32(arch):
+    assert_true_float32(lowered(attention, arch, F32, head_dim=64)[0])
+
+
+def assert_true_float32(source):
+    assert not re.search(r"mma|tf32|tfloat32|__nv_bfloat|half_t", source, re.IGNORECASE)
+
+
+LOADS = {skinny: ("A", "W"), softmax: ("X",), layer_norm: ("X",), append: ("K", "V")}
+
+
+@pytest.mark.parametrize("make", LOADS, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_rows_are_read_16_bytes_at_a_time_or_more(make, dtype, arch):
+    source, _ = lowered(make, arch, dtype)
+    for tensor in LOADS[make]:
+        reads = re.findall(rf"\*\((\w+)\s*\*\)\({tensor} \+", source)
+        assert reads, f"no vector is read from {tensor}"
+        assert set(reads) <= {"uint4", "float4", "ulonglong4"}
+        assert not re.search(rf"\b{tensor}\[", source), f"{tensor} is read by the element too"
+
+
+# Indices
+
+
+def assert_64_bit_indices(source, tensor):
+    uses = re.findall(rf"\b{tensor}(?: \+ |\[)(.*)", source)
+    assert uses, f"{tensor} is not used"
+    for use in uses:
+        assert "(int64_t)" in use, f"{tensor}: {use}"
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize(
+    ("make", "tensors"),
+    [(skinny, "ARC"), (softmax, "XY"), (layer_norm, "XY"), (decode, "QKVO"),
+     (append, ("K", "V", "K_cache", "V_cache"))],
+    ids=lambda x: getattr(x, "__name__", ""),
+)  # fmt: skip
+def test_global_indices_are_64_bit(make, tensors, dtype):
+    for tensor in tensors:
+        assert_64_bit_indices(lowered(make, "sm_90a", dtype)[0], tensor)
+
+
+def test_indices_into_a_weight_of_more_than_2_31_elements_are_64_bit():
+    assert_64_bit_indices(lowered(skinny, "sm_90a", BF16, n=3_000_000)[0], "W")
+
+
+def test_indices_without_bulk_copies_are_64_bit():
+    for tensor in ("A", "W", "C"):
+        assert_64_bit_indices(lowered(gemm, "sm_80", BF16)[0], tensor) if tensor != "W" else None
+    for tensor in "QKVO":
+        assert_64_bit_indices(lowered(attention, "sm_80", BF16, head_dim=64)[0], tensor)
+
+
+# Barriers
+
+BARRIER = re.compile(r"__syncthreads\(|__sync_thread_partial|__syncwarp\(|\bbar_sync\b")
+
+
+def split_barriers(source):
+    """Barriers inside a branch that some threads do not take.
+
+    The two roles of a warp-specialised kernel may have barriers of their own; those name the number
+    of threads they wait for, as __syncthreads does not.
+    """
+    found, headers = [], []
+    for line in map(str.strip, source.splitlines()):
+        if line.startswith("}"):
+            header = headers.pop()
+            if line.startswith("} else"):
+                headers.append(header)
+        elif line.endswith("{"):
+            headers.append(line)
+        for header in headers if BARRIER.search(line) else ():
+            if header.startswith("if") and "threadIdx" in header:
+                is_role = re.fullmatch(r"if \(\(\(int\)threadIdx\.x\) < 128\) \{", header)
+                if not is_role or "__syncthreads" in line:
+                    found.append((header, line))
+    return found
+
+
+def test_split_barriers_are_seen():
+    body = """__launch_bounds__(256, 1) f() {{
+  __syncthreads();
+  if ({condition}) {{
+    for (int i = 0; i < 4; ++i) {{
+      x = 1;
+    }}
+  }} else {{
+    {barrier};
+  }}
+  __syncthreads();
+}}"""
+    half, role = "(((int)threadIdx.x) >> 6) == 0", "((int)threadIdx.x) < 128"
+    partial = "tl::__sync_thread_partial(3, 128)"
+    for condition, barrier, count in [
+        (half, "__syncthreads()", 1),
+        (half, partial, 1),
+        (role, "__syncthreads()", 1),
+        (role, partial, 0),
+        ("kb < 3", "__syncthreads()", 0),
+    ]:
+        assert len(split_barriers(body.format(condition=condition, barrier=barrier))) == count
+
+
+@attention_cases
+def test_no_barrier_in_attention_splits_a_group_of_threads(dtype, head_dim, arch):
+    assert split_barriers(lowered(attention, arch, dtype, head_dim=head_dim)[0]) == []
+
+
+@pytest.mark.parametrize(
+    "make", [gemm, skinny, decode, append, softmax, layer_norm], ids=lambda m: m.__name__
+)
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_no_barrier_splits_a_group_of_threads(make, dtype):
+    assert split_barriers(lowered(make, "sm_90a", dtype)[0]) == []
+
+
+# Shared memory
+
+
+def assert_shared_memory_fits(arch, shared):
+    assert shared <= schedule.shared_memory_limit(Tile(arch))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gemm_fits_in_shared_memory(arch):
+    shared = lowered(gemm, arch, BF16)[1]
+    assert shared > 0
+    assert_shared_memory_fits(arch, shared)
+    assert_shared_memory_fits(arch, lowered(gemm, arch, F32)[1])
+
+
+def test_the_largest_gemm_fits_in_shared_memory():
+    assert_shared_memory_fits("sm_90a", lowered(gemm, "sm_90a", BF16, m=8192)[1])
+
+
+@attention_cases
+def test_attention_fits_in_shared_memory(dtype, head_dim, arch):
+    assert_shared_memory_fits(arch, lowered(attention, arch, dtype, head_dim=head_dim)[1])
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_the_largest_head_fits_in_shared_memory(dtype):
+    assert_shared_memory_fits("sm_90a", lowered(attention, "sm_90a", dtype, head_dim=256)[1])
+
+
+@pytest.mark.parametrize("make", [skinny, decode, append, softmax, layer_norm],
+                         ids=lambda m: m.__name__)  # fmt: skip
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_kernels_of_rows_fit_in_shared_memory(make, dtype):
+    assert_shared_memory_fits("sm_90a", lowered(make, "sm_90a", dtype)[1])
+
+
+# The CPU's source
+
+
+@pytest.mark.parametrize("make", [gemm, skinny, attention, decode, append, softmax, layer_norm],
+                         ids=lambda m: m.__name__)  # fmt: skip
+def test_the_cpu_source_is_plain_c(make):
+    source = build.lower(*make(CPU, F32))
+    assert not re.search(r"threadIdx|__shared__|__global__|mma|_mm256|_mm512", source)
+    assert "int32_t" in source
