@@ -38,7 +38,9 @@ CPU_FLAGS = [
 if platform.machine() in ("x86_64", "AMD64"):
     CPU_FLAGS += ["-mavx2", "-mfma"]
 
-logging.getLogger("tilelang").setLevel(logging.ERROR)
+# TileLang logs to stdout, which belongs to the text; some of its loggers set levels of their own.
+for _handler in logging.getLogger("tilelang").handlers:
+    _handler.setLevel(logging.ERROR)
 
 
 @dataclass

@@ -13,7 +13,7 @@ import tilelang.language as T
 # ln 2 in two parts: n times the first is exact, as it has few bits. TileLang writes constants for
 # the C target with seven digits, which hold it.
 LN2_HIGH, LN2_LOW = 0.693359375, math.log(2) - 0.693359375
-LOWEST, HIGHEST = -87.33, 88.37
+LOWEST, HIGHEST = -87.33654, 88.37  # the logarithm of the smallest normal number
 TAYLOR = tuple(1 / math.factorial(i) for i in range(8))
 
 

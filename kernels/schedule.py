@@ -57,7 +57,7 @@ def next_power_of_2(x: int) -> int:
 
 def gemm_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> GemmSchedule:
     if not tile.is_cuda:
-        rows = 4 if m <= 4 else 12 if m <= 12 else 24  # multiples of the micro-tile's 3 or 4
+        rows = 4 if m <= 16 else 24
         return GemmSchedule(rows, 96, min(256, next_power_of_2(k)), 1, 1)
     if dtype == "float32":
         return GemmSchedule(64, 64, 32, 2, 128, 10)

@@ -73,30 +73,26 @@ def judge(
     fault: str = "",
     note: str = "",
 ) -> Result:
-    """A verdict on the errors of a kernel beside those of eager PyTorch.
-
-    A `fault` that was found elsewhere is a failure whatever the errors are.
-    """
+    """A verdict on errors beside those of eager PyTorch; a `fault` found elsewhere is a failure."""
     limits = BOUNDS[bound].limits(eager)
-    if not fault and not metrics.within(errors, limits):
-        if not math.isfinite(errors.rms):
-            fault = "NaN or infinity"
-        elif errors.rms > limits.rms:
-            fault = "RMS error"
-        else:
-            fault = f"an error over {limits.max:.1e}"
+    fault = fault or _excess(errors, limits)
     return Result(
-        check=check,
-        case=case,
-        dtype=str(dtype).removeprefix("torch."),
-        max_error=errors.max,
-        rms_error=errors.rms,
-        eager_rms_error=eager.rms,
+        *(check, case, str(dtype).removeprefix("torch.")),
+        *(errors.max, errors.rms, eager.rms),
         ratio=errors.rms / eager.rms if eager.rms else None,
         bound=limits.rms,
         ok=not fault,
         note="; ".join(filter(None, (fault, note))),
     )
+
+
+def _excess(errors: Errors, limits: Errors) -> str:
+    """What is past its limit, "" for nothing."""
+    if metrics.within(errors, limits):
+        return ""
+    if not math.isfinite(errors.rms):
+        return "NaN or infinity"
+    return "RMS error" if errors.rms > limits.rms else f"an error over {limits.max:.1e}"
 
 
 # Eager PyTorch: the baseline, and on upcast inputs the reference
@@ -287,6 +283,7 @@ def check_layer_norm(
     yield _compare("layer_norm", workload.case, dtype, outputs)
 
 
+Task = Callable[[], Iterator[Result]]
 Check = Callable[[Workload, torch.device, torch.dtype], Iterator[Result]]
 
 # Each check with its workloads everywhere, and those it has on a GPU as well.
@@ -395,17 +392,25 @@ def check_greedy(models: Models) -> Iterator[Result]:
     logits, choices = decode(models.fused, prompt, steps, tokens)
     exact = models.exact(torch.cat([prompt, tokens[None, :-1]], dim=1))[0, start - 1 :]
     errors, eager = (metrics.measure(y, exact) for y in (logits, eager_logits))
-    tolerance = BOUNDS["model"].limits(eager).rms * metrics.rms(exact)
-    faults: list[str] = []
+    allowed = BOUNDS["model"].limits(eager).rms * metrics.rms(exact)
+    tolerance = -1.0 if models.dtype == torch.float32 else allowed
+    wrong, ties = _departures(choices, tokens, exact, tolerance)
+    fault = f"other tokens than the twin's: {', '.join(wrong)}" if wrong else ""
+    note = f"near-ties within {allowed:.1e}: {', '.join(ties)}" if ties else ""
+    yield judge("greedy", f"{steps} tokens", models.dtype, errors, eager, "model", fault, note)
+
+
+def _departures(
+    choices: Tensor, tokens: Tensor, exact: Tensor, tolerance: float
+) -> tuple[list[str], list[str]]:
+    """Steps whose choice is not the twin's: those beyond the tolerance, and the near-ties."""
+    wrong: list[str] = []
     ties: list[str] = []
     for step in (choices != tokens).nonzero().flatten().tolist():
-        best, ours, twins = exact[step].max(), exact[step, choices[step]], exact[step, tokens[step]]
-        near_tie = models.dtype != torch.float32 and best - ours <= tolerance
-        margin = (best - torch.minimum(ours, twins)).item()
-        (ties if near_tie else faults).append(f"step {step} (margin {margin:.1e})")
-    fault = f"other tokens than the twin's: {', '.join(faults)}" if faults else ""
-    note = f"near-ties within {tolerance:.1e}: {', '.join(ties)}" if ties else ""
-    yield judge("greedy", f"{steps} tokens", models.dtype, errors, eager, "model", fault, note)
+        below = exact[step].max() - exact[step, [choices[step], tokens[step]]]  # ours, the twin's
+        kind = ties if below[0] <= tolerance else wrong
+        kind.append(f"step {step} (margin {below.max().item():.1e})")
+    return wrong, ties
 
 
 def decode(
@@ -441,13 +446,10 @@ def run(
     """
     config = checkpoint.load_config(folder)
     weights = checkpoint.load_weights(folder, config)
-    tasks: list[Callable[[], Iterator[Result]]] = []
+    model_checks = [MODEL_CHECKS[name] for name in checks if name in MODEL_CHECKS]
+    tasks: list[Task] = []
     for dtype in dtypes:
-        for name in (name for name in checks if name in OPERATIONS):
-            check, everywhere, on_cuda = OPERATIONS[name]
-            shapes = (*everywhere, *on_cuda) if device.type == "cuda" else everywhere
-            tasks += [partial(check, shape, device, dtype) for shape in shapes]
-        model_checks = [MODEL_CHECKS[name] for name in checks if name in MODEL_CHECKS]
+        tasks += _operation_tasks(checks, device, dtype)
         tasks.append(partial(_check_model, model_checks, config, weights, device, dtype))
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -455,6 +457,15 @@ def run(
         yield from _in_threads(tasks)
     finally:
         torch.set_float32_matmul_precision(precision)
+
+
+def _operation_tasks(
+    checks: Sequence[str], device: torch.device, dtype: torch.dtype
+) -> Iterator[Task]:
+    for name in (name for name in checks if name in OPERATIONS):
+        check, everywhere, on_cuda = OPERATIONS[name]
+        for shape in (*everywhere, *on_cuda) if device.type == "cuda" else everywhere:
+            yield partial(check, shape, device, dtype)
 
 
 def _check_model(
@@ -469,7 +480,7 @@ def _check_model(
         yield from check(models)
 
 
-def _in_threads(tasks: Sequence[Callable[[], Iterator[Result]]]) -> Iterator[Result]:
+def _in_threads(tasks: Sequence[Task]) -> Iterator[Result]:
     """Results of the tasks in their order. Threads overlap the compilers, each its own process."""
     pool = ThreadPoolExecutor(os.cpu_count())
     try:

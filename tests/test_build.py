@@ -21,9 +21,9 @@ print(ops.softmax(x).sum(0).tolist(), stats.count)
 
 
 def start(cache, **environment):
+    own = {"TILELANG_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "TILELANG_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT), **environment},
+        [sys.executable, "-c", SCRIPT], env={**os.environ, **own, **environment},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 

@@ -1,4 +1,7 @@
-"""ops.linear on both of its kernels: up to 16 rows skinny_gemm runs, from 17 on gemm."""
+"""ops.linear on both of its kernels: skinny_gemm for a few rows, gemm for more.
+
+A GPU takes up to 16 rows for few and a CPU up to 2; what is few rows here is so on both.
+"""
 
 import functools
 import math
@@ -20,10 +23,11 @@ ACTIVATIONS = {
 ROWS = {
     "one_row": 1,
     "two_rows": 2,
+    "three_rows": 3,
     "odd_rows": 7,
-    "skinny_with_tail": 15,
-    "last_skinny": 16,
-    "first_gemm": 17,
+    "tile_minus_one": 15,
+    "tile": 16,
+    "tile_plus_one": 17,
     "tiles_with_tail": 130,
 }
 WIDTHS = {  # N, K
@@ -32,7 +36,14 @@ WIDTHS = {  # N, K
     "odd_depth": (96, 33),
     "tails_and_two_blocks_of_depth": (104, 300),
 }
-BOTH_KERNELS = pytest.mark.parametrize("m", [7, 50], ids=["skinny", "gemm"])
+# Every schedule for one width, two for the others: each is a compile.
+SHAPES = [
+    pytest.param(m, *WIDTHS[width], id=f"{rows}-{width}")
+    for width in WIDTHS
+    for rows, m in ROWS.items()
+    if width == "tails_and_two_blocks_of_depth" or m in (2, 15, 16, 130)
+]
+BOTH_KERNELS = pytest.mark.parametrize("m", [2, 50], ids=["skinny", "gemm"])
 
 
 def formula(x, weight, bias, activation, residual, out_dtype):
@@ -58,15 +69,7 @@ def check(x, weight, bias=None, activation=None, residual=None, out_dtype=None):
     assert torch.equal(returned, out)
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "k"),
-    [
-        pytest.param(m, *WIDTHS[width], id=f"{rows}-{width}")
-        for width in WIDTHS
-        for rows, m in ROWS.items()
-        if m != 2 or width == "tails_and_two_blocks_of_depth"  # a schedule of its own
-    ],
-)
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 @on_each_dtype
 def test_shapes(m, n, k, device, dtype):
     draw = normal(device, dtype)
@@ -81,8 +84,8 @@ def test_one_column_of_depth_one_without_bias(m, device, dtype):
 
 
 @pytest.mark.parametrize("m", [17, 200, 1100], ids=["small_tile", "wide_tile", "widest_tile"])
-@pytest.mark.parametrize("n", [96, 2304, 3072, 50304])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [2304, 50304])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @needs_cuda
 def test_model_widths_on_a_gpu(m, n, dtype):
     draw = normal("cuda", dtype)
@@ -116,8 +119,7 @@ def test_float32_residual_stream(m, device, dtype):
     x, weight, bias = draw(m, 33), draw(96, 33, std=0.2), draw(96)
     residual = normal(device, torch.float32, seed=1)(m, 96, std=100.0)
     check(x, weight, bias, None, residual, torch.float32)
-    out = ops.linear(torch.zeros_like(x), weight, torch.zeros_like(bias), residual=residual,
-                     out_dtype=torch.float32)  # fmt: skip
+    out = ops.linear(torch.zeros_like(x), weight, torch.zeros_like(bias), residual=residual)
     assert torch.equal(out, residual)
 
 
@@ -141,7 +143,7 @@ def test_slice_of_a_longer_buffer(device):
 def test_leading_dimensions(device):
     draw = normal(device)
     weight, bias = draw(96, 33, std=0.2), draw(96)
-    for shape in [(33,), (2, 3, 33), (2, 3, 4, 33)]:
+    for shape in [(33,), (2, 1, 33), (2, 3, 4, 33)]:
         check(draw(*shape), weight, bias)
 
 
@@ -189,26 +191,26 @@ def test_more_column_tiles_than_a_grid_axis_holds(m):
 # What activations are
 
 
-def activated(x, activation):
-    """Each value of x (M,) through the activation of a linear layer that passes it on, (M, 96)."""
-    inputs, weight = x.new_zeros(len(x), 33), x.new_zeros(96, 33)
-    inputs[:, 32], weight[:, 32] = x, 1.0
-    return ops.linear(inputs, weight, x.new_zeros(96), activation)
+def activated(values, m, activation):
+    """Up to 96 values through the activation of a linear layer of m rows, (m, len(values))."""
+    inputs, weight = values.new_zeros(m, 33), values.new_zeros(96, 33)
+    inputs[:, 32], weight[: len(values), 32] = 1.0, values
+    out = ops.linear(inputs, weight, values.new_zeros(96), activation)
+    return out[:, : len(values)]
 
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "gelu"])
 @BOTH_KERNELS
 @on_each_device
 def test_gelu_is_the_form_it_is_named_for(m, activation, device):
-    x = torch.linspace(-8, 8, 50, device=device)[:m]
-    x[0], x[1], x[2] = 1.0, -2.7, 0.0
-    out = activated(x, activation)
+    x = torch.linspace(-8, 8, 96, device=device)
+    x[:3] = torch.tensor([1.0, -2.7, 0.0])
+    out = activated(x, m, activation)
     known = {"gelu_tanh": (0.8411920, -0.0088876, 0.0), "gelu": (0.8413447, -0.0093608, 0.0)}
-    assert out[:3, 95].tolist() == pytest.approx(known[activation], abs=1e-6)
+    assert out[-1, :3].tolist() == pytest.approx(known[activation], abs=1e-6)
     other = "gelu" if activation == "gelu_tanh" else "gelu_tanh"
     own_gap, other_gap = (
-        (out - ACTIVATIONS[form](x.double())[:, None]).abs().max().item()
-        for form in (activation, other)
+        (out - ACTIVATIONS[form](x.double())).abs().max().item() for form in (activation, other)
     )
     assert own_gap < 1e-6
     assert other_gap > 4e-4
@@ -218,10 +220,9 @@ def test_gelu_is_the_form_it_is_named_for(m, activation, device):
 @BOTH_KERNELS
 @on_each_dtype
 def test_activations_of_large_values(m, activation, device, dtype):
-    x = torch.zeros(m, device=device, dtype=dtype)
-    x[:4] = torch.tensor([100.0, -100.0, 1e4, -1e4])
-    out = activated(x, activation)
-    assert torch.equal(out, x.clamp(min=0)[:, None].expand(m, 96))
+    x = torch.tensor([100.0, -100.0, 1e4, -1e4, 6e4, -6e4, 0.0], device=device, dtype=dtype)
+    out = activated(x, m, activation)
+    assert torch.equal(out, x.clamp(min=0).expand(m, -1))
 
 
 @BOTH_KERNELS
@@ -240,11 +241,11 @@ def test_bias_is_applied_once(m, device, dtype):
 def test_infinite_and_nan_inputs_are_not_hidden(m, device, dtype):
     draw = normal(device, dtype)
     x, weight = draw(m, 33), draw(96, 33)
-    x[1, 4], x[3, 32] = math.nan, math.inf
+    x[0, 4], x[1, 32] = math.nan, math.inf
     out = ops.linear(x, weight, draw(96))
-    assert out[1].isnan().all()
-    assert out[3].isinf().all()
-    assert out[[0, 2, *range(4, m)]].isfinite().all()
+    assert out[0].isnan().all()
+    assert out[1].isinf().all()
+    assert out[2:].isfinite().all()
 
 
 # 16-bit tensors on a CPU
@@ -254,7 +255,7 @@ def test_infinite_and_nan_inputs_are_not_hidden(m, device, dtype):
 def test_16_bits_on_a_cpu_are_cast_with_one_warning(dtype):
     ops._warn_of_cast.cache_clear()
     draw = normal("cpu", dtype)
-    x, weight, bias = draw(7, 33), draw(96, 33, std=0.2), draw(96)
+    x, weight, bias = draw(2, 33), draw(96, 33, std=0.2), draw(96)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out, _ = ops.linear(x, weight, bias), ops.linear(x, weight, bias)
@@ -287,7 +288,7 @@ def test_refusals_name_the_tensor_its_shape_and_the_limit():
     refused(r"^activation is 'swish'.*'gelu_tanh', 'gelu', 'relu'", x, weight, None, "swish")
     refused(r"^residual is \(3, 1\),.*\(3, 96\)", x, weight, residual=torch.ones(3, 1))
     refused(r"^residual is .*torch.float16.*torch.float32", x, weight,
-            residual=torch.ones(3, 96).half())  # fmt: skip
+            residual=torch.ones(3, 96).half(), out_dtype=torch.float32)  # fmt: skip
     refused(r"^out is \(3, 95\),.*contiguous \(3, 96\)", x, weight, out=torch.ones(3, 95))
     refused(r"^out is .*contiguous \(3, 96\)", x, weight, out=torch.ones(96, 3).T)
     refused(r"^out is .*torch.int64", x, weight, out=torch.ones(3, 96).long())

@@ -68,7 +68,7 @@ def test_one_wrong_element_in_a_million_fails(dtype):
     assert errors.rms <= max(limits.rms, 3e-4) and not within(errors, limits)
 
 
-@pytest.mark.parametrize("count", [1, 10, 1000, 100_000])
+@pytest.mark.parametrize("count", [1, 10, 1000, 10_000])
 def test_rounding_of_the_same_size_is_not_flagged(count):
     """An error drawn afresh with eager's own deviation is in its bounds, few or many elements."""
     reference = normal(count)

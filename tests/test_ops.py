@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def linear(draw):
-    return (draw(5, 33), draw(96, 33), draw(96), None, draw(5, 96)), (5, 96)
+    return (draw(50, 33), draw(96, 33), draw(96), None, draw(50, 96)), (50, 96)
 
 
 def attention(draw):
@@ -109,7 +109,7 @@ def test_compiled_whole_with_dynamic_rows(device):
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
     draw = normal(device)
     parameters = draw(96, 33), draw(96), draw(33)
-    for rows in (17, 3, 40):
+    for rows in (17, 20, 40):
         x, results = draw(rows, 33), []
         for run in (step, compiled):
             caches = torch.zeros(2, 1, 200, 2, 8, device=device)
@@ -143,7 +143,7 @@ assert 1e-310 * 1.0 != 0.0
 @on_each_device
 def test_threads_share_one_compile(device):
     draw = normal(device)
-    x, weight = draw(3, 5), draw(13, 5)  # widths of no other test
+    x, weight = draw(2, 5), draw(13, 5)  # widths of no other test
     before, results, start = build.stats.count, [], threading.Barrier(4)
 
     def work():
@@ -205,17 +205,13 @@ seeds = st.integers(0, 2**31)
 @given(
     leading=st.lists(st.integers(1, 4), max_size=2),
     m=rows,
-    config=st.sampled_from([(1, "gelu_tanh", False), (96, None, True)]),
     seed=seeds,
 )
-def test_linear_of_any_rows(leading, m, config, seed, device):
-    n, activation, residual = config
-    draw = normal(device, seed=seed)
-    shape = (*leading, m)
+def test_linear_of_any_rows(leading, m, seed, device):
+    draw, shape = normal(device, seed=seed), (*leading, m)
     test_linear.check(
-        draw(*shape, 33), draw(n, 33, std=0.2), draw(n), activation,
-        draw(*shape, n) if residual else None,
-    )  # fmt: skip
+        draw(*shape, 33), draw(96, 33, std=0.2), draw(96), residual=draw(*shape, 96)
+    )
 
 
 @on_each_device
