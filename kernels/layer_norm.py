@@ -1,7 +1,8 @@
 """Layer normalisation of rows (Ba, Kiros and Hinton, arXiv 1607.06450).
 
-Mean and variance are taken in two steps, as the difference of two large sums would lose the
-variance of a row with a large mean. A row that fits in a fragment is read once.
+The variance is summed around the mean, and what rounding left of the mean is summed there too and
+corrects both (Chan, Golub and LeVeque, 1983): a row may have a mean far larger than its spread. A
+row that fits in a fragment is read once.
 """
 
 import functools
@@ -44,37 +45,43 @@ def layer_norm_kernel(
     ):
         with T.Kernel(m, threads=schedule.num_threads) as row:
             x = tile.fragment((block_n,), "float32")
-            square = tile.fragment((block_n,), "float32")
-            total = tile.fragment((1,), "float32")
+            centred = tile.fragment((block_n,), "float32")
+            block_sum = tile.fragment((1,), "float32")
             mean = tile.fragment((1,), "float32")
+            rest = tile.fragment((1,), "float32")  # of the mean: what its own rounding left
             rstd = tile.fragment((1,), "float32")
             T.clear(mean)
+            T.clear(rest)
             T.clear(rstd)
             for block in T.serial(num_blocks):
                 load(X, row, block, x)
-                T.reduce_sum(x, total, dim=0)
+                T.reduce_sum(x, block_sum, dim=0)
                 for i in tile.parallel(1):
-                    mean[i] += total[i] / n
+                    mean[i] += block_sum[i] / n
             for block in T.serial(num_blocks):
                 if num_blocks > 1:
                     load(X, row, block, x)
                 for j in tile.parallel(block_n):
-                    centred = T.if_then_else(block * block_n + j < n, x[j] - mean[0], 0.0)
-                    square[j] = centred * centred
-                T.reduce_sum(square, total, dim=0)
+                    centred[j] = T.if_then_else(block * block_n + j < n, x[j] - mean[0], 0.0)
+                T.reduce_sum(centred, block_sum, dim=0)
                 for i in tile.parallel(1):
-                    rstd[i] += total[i] / n
+                    rest[i] += block_sum[i] / n
+                for j in tile.parallel(block_n):
+                    centred[j] *= centred[j]
+                T.reduce_sum(centred, block_sum, dim=0)
+                for i in tile.parallel(1):
+                    rstd[i] += block_sum[i] / n
             for i in tile.parallel(1):
-                rstd[i] = 1.0 / T.sqrt(rstd[i] + eps)
+                rstd[i] = 1.0 / T.sqrt(T.max(rstd[i] - rest[i] * rest[i], 0.0) + eps)
             for block in T.serial(num_blocks):
                 if num_blocks > 1:
                     load(X, row, block, x)
                 for j in tile.parallel(block_n):
                     col = block * block_n + j
                     if col < n:
+                        y = ((x[j] - mean[0]) - rest[0]) * rstd[0]
                         Y[row, col] = T.cast(
-                            (x[j] - mean[0]) * rstd[0] * T.cast(weight[col], "float32")
-                            + T.cast(bias[col], "float32"),
+                            y * T.cast(weight[col], "float32") + T.cast(bias[col], "float32"),
                             out_dtype,
                         )
 

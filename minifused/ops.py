@@ -127,7 +127,7 @@ def _launch_linear(x, weight, bias, activation, residual, *, out) -> None:
     n, k = weight.shape
     x = x.contiguous().view(-1, k)
     bias = bias if bias is None else bias.contiguous()
-    residual = residual if residual is None else residual.contiguous()
+    residual = residual if residual is None else residual.contiguous().view(-1, n)
     kernel = skinny_gemm_kernel if x.shape[0] <= MAX_SKINNY_ROWS[x.device.type] else gemm_kernel
     kernel(x, weight.contiguous(), bias, activation, residual, out.view(-1, n))
 
@@ -213,6 +213,8 @@ def _attention_out(
     _require_float("q", q)
     if k is None and (q.dim() != 5 or q.shape[2] != 3):
         _refuse("q", q, "(B, T, 3, H, D), as k is not given")
+    if k is None and v is not None:
+        _refuse("v", v, "None, as k is not given")
     if k is not None and (q.dim() != 4 or v is None):
         _refuse("q", q, "(B, Tq, H, D), and k and v given")
     batch, q_len, heads, head_dim = _output_shape(q)

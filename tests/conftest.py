@@ -2,6 +2,25 @@
 
 import torch
 
+from minifused.kernels import build
+
 # float32 means float32, in the baselines as in the kernels.
 torch.backends.cuda.matmul.allow_tf32 = False
 torch.backends.cudnn.allow_tf32 = False
+
+_direct_call = build._direct_call
+
+
+def _checked_call(kernel):
+    """Call a CPU kernel as TileLang does, which checks all arguments, and then directly."""
+    launch = _direct_call(kernel)
+
+    def checked(*tensors):
+        kernel(*tensors)
+        launch(*tensors)
+
+    return checked
+
+
+# A launcher that hands over a wrong shape or stride fails on a CPU as it would on a GPU.
+build._direct_call = _checked_call

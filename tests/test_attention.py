@@ -80,14 +80,14 @@ def test_lengths(length, device, dtype):
     check(normal(device, dtype)(2, length, 3, 2, 8))
 
 
-@pytest.mark.parametrize("head_dim", [20, 63, 64])
+@pytest.mark.parametrize("head_dim", [63, 64])
 @on_each_dtype
 def test_head_sizes(head_dim, device, dtype):
     check(normal(device, dtype)(1, 65, 3, 2, head_dim))
 
 
-@pytest.mark.parametrize("head_dim", [1, 40, 80, 96, 128, 200, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [1, 20, 40, 80, 96, 128, 200, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @needs_cuda
 def test_other_head_sizes_on_a_gpu(head_dim, dtype):
     check(normal("cuda", dtype)(2, 200, 3, 2, head_dim))

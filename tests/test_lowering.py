@@ -90,14 +90,14 @@ EXPECTED = {
     "sm_90a": {"wgmma", "tma_load", "tma_store", "warp_specialised"},
     "sm_100a": {"mma", "ldmatrix", "tma_load", "tma_store", "warp_specialised"},
 }
-# Unaligned head sizes have no TMA; each lowers in seconds, so not on every machine.
+# Those without TMA lower in 7 s each, so few: sm_80's, as no other test runs them, and of the
+# sizes that are no multiple of 8 the one that has to be copied by the element.
 ATTENTION_CASES = {
     **{("bfloat16", 64, arch): EXPECTED[arch] for arch in ARCHS},
     ("bfloat16", 128, "sm_90a"): EXPECTED["sm_90a"],
     ("bfloat16", 8, "sm_90a"): EXPECTED["sm_90a"],
     ("bfloat16", 40, "sm_100a"): EXPECTED["sm_100a"],
     ("bfloat16", 80, "sm_90a"): EXPECTED["sm_90a"],
-    ("bfloat16", 20, "sm_90a"): {"wgmma", "cp_async"},
     ("bfloat16", 63, "sm_80"): {"mma", "ldmatrix"},
     ("float32", 64, "sm_80"): {"cp_async"},
     ("float32", 64, "sm_90a"): {"tma_load", "tma_store", "warp_specialised"},
@@ -117,9 +117,8 @@ def test_gemm_uses_tensor_cores_and_bulk_copies(arch):
     assert instructions(lowered(gemm, arch, BF16)[0]) >= EXPECTED[arch]
 
 
-@pytest.mark.parametrize("m", [32, 8192], ids=["few_rows", "many_rows"])
-def test_gemm_of_other_row_counts(m):
-    assert instructions(lowered(gemm, "sm_90a", BF16, m=m)[0]) >= EXPECTED["sm_90a"]
+def test_gemm_of_many_rows_does_too():
+    assert instructions(lowered(gemm, "sm_90a", BF16, m=8192)[0]) >= EXPECTED["sm_90a"]
 
 
 @attention_cases

@@ -209,9 +209,7 @@ seeds = st.integers(0, 2**31)
 )
 def test_linear_of_any_rows(leading, m, seed, device):
     draw, shape = normal(device, seed=seed), (*leading, m)
-    test_linear.check(
-        draw(*shape, 33), draw(96, 33, std=0.2), draw(96), residual=draw(*shape, 96)
-    )
+    test_linear.check(draw(*shape, 33), draw(96, 33, std=0.2), draw(96), residual=draw(*shape, 96))
 
 
 @on_each_device
