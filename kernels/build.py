@@ -17,16 +17,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import tilelang
 import torch
+from tilelang.contrib.cc import get_cplus_compiler
 from torch import Tensor
 
 from minifused.errors import UserError
 from minifused.kernels.tile import CPU, Tile
-
-os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
-
-import tilelang  # reads the variable above
-from tilelang.contrib.cc import get_cplus_compiler
 
 # What lets g++ vectorise sums and exponentials without assuming away infinities. -ffast-math
 # would switch the whole process to flush-to-zero when the library is loaded, and -march=native

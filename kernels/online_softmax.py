@@ -18,10 +18,11 @@ def online_softmax(tile: Tile, s, m, l, rescale, shift, block_sum, scale_log2):
     T.reduce_max(s, m, dim=1, clear=False)
     for i in tile.parallel(rows):
         # A row without a visible key so far: shift by 0, since -inf - -inf is NaN.
-        shift[i] = T.if_then_else(m[i] == -T.infinity("float32"), 0.0, m[i] * scale_log2)
-        rescale[i] = tile.exp2(rescale[i] * scale_log2 - shift[i])
+        shift[i] = T.if_then_else(m[i] == -T.infinity("float32"), 0.0, m[i])
+        rescale[i] = tile.exp2((rescale[i] - shift[i]) * scale_log2)
     for i, j in tile.parallel(rows, keys):
-        s[i, j] = tile.exp2(s[i, j] * scale_log2 - shift[i])
+        # Not s * scale - m * scale, which leaves a large score the rounding of its product.
+        s[i, j] = tile.exp2((s[i, j] - shift[i]) * scale_log2)
     T.reduce_sum(s, block_sum, dim=1)
     for i in tile.parallel(rows):
         l[i] = l[i] * rescale[i] + block_sum[i]

@@ -147,7 +147,7 @@ def _linear_out(x, weight, bias=None, activation=None, residual=None, *, out) ->
     _require_out(out, (*x.shape[:-1], n), x)
     if residual is not None:
         _require_like("residual", residual, out.shape, out)
-    _require_grid("the number of tiles of 64 rows of weight", n // 64, x)
+    _require_grid("the number of tiles of 64 rows of weight", -(-n // 64), x)
     if out.numel():
         _launch_linear(x, weight, bias, activation, residual, out=out)
 
@@ -229,7 +229,9 @@ def _attention_out(
     if q_lengths is not None or kv_lengths is not None:
         q_lengths = _lengths("q_lengths", q_lengths, q_len, q)
         kv_lengths = _lengths("kv_lengths", kv_lengths, k_len, q)
-    if out.numel():
+    if k_len == 0:
+        out.zero_()
+    elif out.numel():
         scale = head_dim**-0.5 if scale is None else scale
         _launch_attention(q, k, v, causal, scale, q_lengths, kv_lengths, out=out)
 

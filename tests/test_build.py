@@ -36,9 +36,11 @@ def finish(processes):
         process.stdin.write("\n")
         process.stdin.flush()
     ended = [process.communicate(timeout=100) for process in processes]
-    for process, (_, errors) in zip(processes, ended, strict=True):
-        assert process.returncode == 0, errors
-    return [output.splitlines()[-1] for output, _ in ended]  # TileLang's log comes before it
+    for process, (_, process.errors) in zip(processes, ended, strict=True):
+        assert process.returncode == 0, process.errors
+    outputs = [output.splitlines() for output, _ in ended]
+    assert [len(lines) for lines in outputs] == [1] * len(ended)  # no log on stdout
+    return [lines[0] for lines in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,14 @@ def test_a_damaged_library_is_compiled_again(filled):
     library.write_bytes(whole[: len(whole) // 2])
     assert finish([start(cache)]) == outputs[:1]
     assert len(library.read_bytes()) == len(whole)
+
+
+def test_a_cache_folder_that_cannot_be_written_is_one_warning(filled, tmp_path):
+    _, outputs = filled
+    (tmp_path / "file").touch()
+    process = start(tmp_path / "file" / "cache")
+    assert finish([process]) == outputs[:1]
+    assert process.errors.count("TILELANG_CACHE_DIR") == 1
 
 
 def test_no_compiler_is_a_user_error_that_names_it(tmp_path):
