@@ -76,9 +76,11 @@ def flash_attention_kernel(
             first_key_hidden = kv_valid - q_valid + 1  # from row 0, if causal
             row0 = bx * block_m
             end = T.min(kv_valid, row0 + block_m - 1 + first_key_hidden) if causal else kv_valid
+            if ragged:
+                end = T.if_then_else(row0 < q_valid, end, 0)
             # At least one block, masked or not: with none, the copy of Q would never be waited
             # for and could land on the output, which reuses its shared memory.
-            end = T.if_then_else(row0 < q_valid, T.max(end, 1), 1)
+            end = T.max(end, 1)
             T.copy(Q[bz, row0 : row0 + block_m, 0, by, 0:dim], Q_shared)
             for kb in T.Pipelined(T.ceildiv(end, block_n), num_stages=schedule.num_stages):
                 key0 = kb * block_n

@@ -96,6 +96,7 @@ ATTENTION_CASES = {
     **{("bfloat16", 64, arch): EXPECTED[arch] for arch in ARCHS},
     ("bfloat16", 128, "sm_90a"): EXPECTED["sm_90a"],
     ("bfloat16", 8, "sm_90a"): EXPECTED["sm_90a"],
+    ("bfloat16", 20, "sm_90a"): {"wgmma"},
     ("bfloat16", 40, "sm_100a"): EXPECTED["sm_100a"],
     ("bfloat16", 80, "sm_90a"): EXPECTED["sm_90a"],
     ("bfloat16", 63, "sm_80"): {"mma", "ldmatrix"},
