@@ -11,6 +11,7 @@ from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 
 from tqdm import tqdm
@@ -139,12 +140,19 @@ def generate(
         yield run
 
 
+def compile_first(runs: Iterator[Run]) -> Iterator[Run]:
+    """Take the two steps that compile all kernels, prefill and one decode step; give back all."""
+    with compile_progress():
+        first = list(islice(runs, 2))
+    return chain(first, runs)
+
+
 def write_text(engine: Engine, prompt: str, runs: Iterator[Run]) -> Run:
     """Stream the first sample to stdout, then print the others; return the finished run."""
     stream = engine.tokenizer.stream()
     print(prompt, end="", flush=True)
-    for run in runs:
-        print(stream.push(run.tokens[0][-1]), end="", flush=True)
+    for step, run in enumerate(runs):
+        print(stream.push(run.tokens[0][step]), end="", flush=True)
     print(stream.flush())
     for number, sample in enumerate(run.tokens[1:], start=2):
         print(f"\n--- sample {number} ---\n{prompt}{engine.tokenizer.decode(sample)}")
@@ -178,13 +186,12 @@ def main(argv: list[str] | None = None) -> None:
     tokens = engine.encode(prompt)
     reason = "length" if args.max_new_tokens <= engine.room(tokens) else "context"
     try:
-        with compile_progress():
-            runs = generate(engine, tokens, args, params)
-            if args.json:
-                *_, run = runs
-                print(json.dumps(document(engine, prompt, args, run, reason)))
-            else:
-                run = write_text(engine, prompt, runs)
+        runs = compile_first(generate(engine, tokens, args, params))
+        if args.json:
+            *_, run = runs
+            print(json.dumps(document(engine, prompt, args, run, reason)))
+        else:
+            run = write_text(engine, prompt, runs)
     except FloatingPointError as error:
         raise UserError(f"{error}: try --dtype float32, or check the weights") from error
     if reason == "context":
