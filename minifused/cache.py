@@ -1,6 +1,7 @@
 """The KV cache: preallocated, with a length for each batch row."""
 
 import torch
+from torch import Tensor
 
 from minifused.config import GPTConfig
 
@@ -11,7 +12,8 @@ class KVCache:
     Attributes:
         keys, values: (n_layer, B, capacity, H, D), the one cache layout of all kernels.
         lengths: (B,) int32 on the device: how many positions of each row are filled.
-        longest: a plain int no smaller than any length, so that the host need not ask the device.
+        longest: the largest length of a row that goes on, as a plain int, so that the host need
+            not ask the device.
     """
 
     def __init__(
@@ -33,7 +35,7 @@ class KVCache:
     def capacity(self) -> int:
         return self.keys.shape[2]
 
-    def advance(self, count: int) -> None:
-        """Count `count` new positions of each row, once all layers have written them."""
-        self.lengths += count
-        self.longest += count
+    def advance(self, counts: int | Tensor, longest: int) -> None:
+        """Count new positions, the same of each row or (B,) of them, once all layers wrote them."""
+        self.lengths += counts
+        self.longest = longest

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +28,8 @@ INDEX_FILE = "model.safetensors.index.json"
 PREFIX = "transformer."
 DTYPES = ("F64", "F32", "F16", "BF16")
 MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+LAYER = re.compile(r"h\.(\d+)\.")
+TABLES = ("wte.weight", "wpe.weight", "lm_head.weight")
 CONV1D_WEIGHT = re.compile(r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight")
 
 
@@ -42,7 +45,7 @@ def load_config(folder: Path) -> GPTConfig:
     if not path.is_file():
         raise UserError(f"{path.parent}: no {CONFIG_FILE} in this folder; give a model folder")
     try:
-        return GPTConfig.from_dict(_read_json(path))
+        return GPTConfig.from_dict(read_json(path))
     except UserError as error:
         message = str(error)
         raise UserError(message if str(path) in message else f"{path}: {message}") from None
@@ -51,27 +54,35 @@ def load_config(folder: Path) -> GPTConfig:
 def load_weights(folder: Path, config: GPTConfig) -> dict[str, Tensor]:
     """Read all weights of a model folder, in their stored dtype, on the CPU.
 
-    Tensors are mapped from the file, but for the transposed ones, which are copies. The weights
-    are checked against `expected_shapes(config)` before any is read.
+    The embeddings and the head are mapped from the file and all others are copies: together they
+    take about the size of the file. The weights are checked against `expected_shapes(config)`
+    before any is read. Tensors that no GPT-2 has are left out, with a warning that lists them.
 
     Returns:
         Tensors under the twin's names, weights (out, in): what `Twin.load_state_dict` takes.
 
     Raises:
-        UserError: a file is missing or damaged, or a tensor is missing, unknown or misshapen.
+        UserError: a file is missing or damaged, or a tensor is missing or misshapen, or the
+            weights have more layers than `config`.
     """
     files = _tensor_files(Path(folder))
-    names = _twin_names(files, config)
-    _check_names(names, config, Path(folder))
+    names = _twin_names(files)
+    head = names.pop("lm_head.weight", None) if config.tie_word_embeddings else None
+    if head is not None:  # one tensor, stored under either name or under both
+        names.setdefault("wte.weight", head)
+    names = _known_names(names, config, Path(folder))
     with ExitStack() as stack:
         paths = sorted(set(files.values()))
         handles = {path: stack.enter_context(_open(path)) for path in paths}
         for name, stored in names.items():
             _check_tensor(handles[files[stored]], name, stored, files[stored], config)
         tensors = {
-            name: handles[files[stored]].get_tensor(stored) for name, stored in names.items()
+            name: _read(handles[files[stored]], name, stored, files[stored])
+            for name, stored in names.items()
         }
-    return {name: _transpose_conv1d(name, tensor) for name, tensor in tensors.items()}
+        if head is not None and head != names["wte.weight"]:
+            _check_head(handles[files[head]], head, files[head], tensors["wte.weight"])
+    return tensors
 
 
 def save(
@@ -131,14 +142,15 @@ def expected_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; raises UserError for what is none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         remedy = "fetch the file again"
-        raise UserError(f"{path}: {_describe(path)}, not valid JSON; {remedy}") from error
+        raise UserError(f"{path}: {describe_file(path)}, not valid JSON; {remedy}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no JSON object; fetch the file again")
     return values
@@ -154,7 +166,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     if not index.is_file():
         found = f"no {WEIGHTS_FILE} or {INDEX_FILE}"
         raise UserError(f"{folder}: {found} in this folder; put the model's weights there")
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     # A bare file name: an index must not reach out of its folder.
     if not isinstance(weight_map, dict) or not all(
         isinstance(file, str) and file == Path(file).name for file in weight_map.values()
@@ -166,14 +178,12 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     return {name: folder / file for name, file in weight_map.items()}
 
 
-def _twin_names(files: Mapping[str, Path], config: GPTConfig) -> dict[str, str]:
-    """Map the twin's name of each parameter to its stored name; mask buffers are left out."""
+def _twin_names(files: Mapping[str, Path]) -> dict[str, str]:
+    """Map the twin's name of each tensor to its stored name; mask buffers are left out."""
     names: dict[str, str] = {}
     for stored, path in files.items():
         name = stored.removeprefix(PREFIX)
         if MASK_BUFFER.fullmatch(name):
-            continue
-        if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if name in names:
             raise UserError(f"{path}: {names[name]} and {stored} are one tensor; remove one")
@@ -181,7 +191,8 @@ def _twin_names(files: Mapping[str, Path], config: GPTConfig) -> dict[str, str]:
     return names
 
 
-def _check_names(names: Mapping[str, str], config: GPTConfig, folder: Path) -> None:
+def _known_names(names: Mapping[str, str], config: GPTConfig, folder: Path) -> dict[str, str]:
+    """The entries of `names` that are parameters of the model; the others bring a warning."""
     expected = expected_shapes(config)
     missing = [name for name in expected if name not in names]
     if missing:
@@ -189,12 +200,18 @@ def _check_names(names: Mapping[str, str], config: GPTConfig, folder: Path) -> N
             f"{folder}: the weights lack {_some(missing)}; {CONFIG_FILE} does not fit them, "
             "or the file is not whole"
         )
-    unexpected = [stored for name, stored in names.items() if name not in expected]
-    if unexpected:
+    unknown = {name: stored for name, stored in names.items() if name not in expected}
+    layers = {name: LAYER.match(name) for name in unknown}
+    deeper = [unknown[name] for name, at in layers.items() if at and int(at[1]) >= config.n_layer]
+    if deeper:
         raise UserError(
-            f"{folder}: the weights hold {_some(unexpected)}, unknown to a GPT-2 of "
-            f"{config.n_layer} layers; {CONFIG_FILE} does not fit them"
+            f"{folder}: the weights hold {_some(deeper)}, but n_layer is {config.n_layer}; "
+            f"{CONFIG_FILE} does not fit them"
         )
+    if unknown:
+        listed = _some(list(unknown.values()), limit=20)
+        warnings.warn(f"{folder}: tensors unknown to GPT-2 are ignored: {listed}", stacklevel=3)
+    return {name: names[name] for name in expected}
 
 
 def _check_tensor(handle: safe_open, name: str, stored: str, path: Path, config: GPTConfig) -> None:
@@ -209,10 +226,32 @@ def _check_tensor(handle: safe_open, name: str, stored: str, path: Path, config:
         cause = f"{CONFIG_FILE} does not fit the weights"
         if conv1d and shape == expected:
             cause = "it seems stored as (out, in), and GPT-2 files hold (in, out): transpose it"
+        elif name in ("wte.weight", "lm_head.weight") and shape[1:] == expected[1:]:
+            cause += f": set its vocab_size {expected[0]} to the table's {shape[0]} rows"
         raise UserError(f"{path}: {stored} has shape {shape}, but {needed} is needed; {cause}")
     if view.get_dtype() not in DTYPES:
         kinds = ", ".join(DTYPES)
         raise UserError(f"{path}: {stored} is {view.get_dtype()}; only {kinds} can be read")
+
+
+def _read(handle: safe_open, name: str, stored: str, path: Path) -> Tensor:
+    """A tensor as the twin has it: mapped by `handle`, or a copy."""
+    if name in TABLES:
+        return handle.get_tensor(stored)
+    with _open(path) as own:  # a mapping that ends here, and its pages and their neighbours with it
+        tensor = own.get_tensor(stored)
+        return tensor.clone() if tensor.ndim == 1 else _transpose_conv1d(name, tensor)
+
+
+def _check_head(handle: safe_open, head: str, path: Path, table: Tensor) -> None:
+    """Warn of a stored head that is not the token table, though the config ties the two."""
+    stored = handle.get_tensor(head)
+    if stored.dtype != table.dtype or not torch.equal(stored, table):
+        warnings.warn(
+            f"{path}: {head} differs from wte.weight and is ignored, as tie_word_embeddings is "
+            f"true; set it to false in {CONFIG_FILE} to use it",
+            stacklevel=3,
+        )
 
 
 def _stored(name: str, tensor: Tensor) -> tuple[str, Tensor]:
@@ -230,10 +269,10 @@ def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: {_describe(path)}; fetch the file again") from error
+        raise UserError(f"{path}: {describe_file(path)}; fetch the file again") from error
 
 
-def _describe(path: Path) -> str:
+def describe_file(path: Path) -> str:
     """Say what a file that cannot be read seems to be, with its size."""
     size = path.stat().st_size
     try:
@@ -248,9 +287,9 @@ def _describe(path: Path) -> str:
     return f"{size:,} bytes, an incomplete download or another kind of file"
 
 
-def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + rest
+def _some(names: list[str], limit: int = 3) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -15,11 +15,7 @@ ACTIVATIONS = {
 }
 
 # Options of GPT-2 configurations that would change the numbers: the only value supported.
-REQUIRED_OPTIONS = {
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-}
+REQUIRED_OPTIONS = {"add_cross_attention": False}
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,8 @@ class GPTConfig:
     means there. The three `_pdrop` fields act only while the twin trains.
 
     Raises:
-        UserError: a field has a value that no model can have.
+        UserError: a field has a value that no model can have, such as a bos or eos id that is no
+            row of the token table.
     """
 
     vocab_size: int = 50257
@@ -42,6 +39,8 @@ class GPTConfig:
     activation_function: str = "gelu_new"
     layer_norm_epsilon: float = 1e-5
     tie_word_embeddings: bool = True
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
     embd_pdrop: float = 0.1
     attn_pdrop: float = 0.1
     resid_pdrop: float = 0.1
@@ -70,8 +69,10 @@ class GPTConfig:
         _require(known, "activation_function", activation, f"use one of {', '.join(ACTIVATIONS)}")
         eps = self.layer_norm_epsilon
         _require(_is_number(eps) and 0 < eps < 1, "layer_norm_epsilon", eps, "use, say, 1e-5")
-        tied = self.tie_word_embeddings
-        _require(isinstance(tied, bool), "tie_word_embeddings", tied, "give true or false")
+        flags = ("tie_word_embeddings", "scale_attn_weights", "scale_attn_by_inverse_layer_idx")
+        for name in flags:
+            flag = getattr(self, name)
+            _require(isinstance(flag, bool), name, flag, "give true or false")
         for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
             p = getattr(self, name)
             _require(_is_number(p) and 0 <= p < 1, name, p, "give a probability from 0 to below 1")
@@ -90,6 +91,11 @@ class GPTConfig:
     def activation(self) -> str:
         """The MLP's activation: "gelu_tanh", "gelu" (the erf form) or "relu"."""
         return ACTIVATIONS[self.activation_function]
+
+    def attention_scale(self, layer: int) -> float:
+        """What the scores of a layer, counted from 0, are multiplied by before the softmax."""
+        scale = self.head_dim**-0.5 if self.scale_attn_weights else 1.0
+        return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "GPTConfig":

@@ -1,22 +1,34 @@
-"""Text generation: prefill the prompt, then decode a token at a time through a KV cache.
+"""Text generation: prefill the prompts, then decode a token at a time through a KV cache.
 
 The loop serves both models, the fused one and the twin: both have `new_cache(batch, capacity)` and
-`forward(tokens, cache, last_only)`.
+`forward(tokens, cache, last_only)`. The fused one takes prompts of different lengths in one batch;
+the twin gets those of one length together.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minifused import checkpoint, ops
+from minifused.cache import KVCache
+from minifused.completion import Completion, Stopper
 from minifused.config import GPTConfig
 from minifused.errors import UserError
-from minifused.model import GPT
-from minifused.sampling import SamplingParams, check_logits, philox_uniform, sample
-from minifused.tokenizer import ByteTokenizer, load_tokenizer
+from minifused.model import GPTModel
+from minifused.sampling import (
+    SamplingParams,
+    check_logits,
+    logprobs,
+    mark_seen,
+    philox_uniform,
+    sample,
+)
+from minifused.tokenizer import Tokenizer, load_tokenizer
 from minifused.twin import Twin
 
 BACKENDS = ("tilelang", "torch")
@@ -25,90 +37,221 @@ DEMO_FOLDER = Path(__file__).parent / "assets" / "demo"
 
 
 @dataclass(frozen=True)
-class Engine:
-    """A model that is ready to generate, with the softmax its probabilities come from."""
+class Event:
+    """A token that a completion gained: which completion, the text it released, and its state."""
 
-    model: GPT | Twin
-    tokenizer: ByteTokenizer
+    index: int
+    text: str
+    completion: Completion
+
+
+@dataclass(frozen=True)
+class GPT:
+    """A GPT-2 that is ready to generate: a model, its tokenizer, and the softmax of its choices."""
+
+    model: GPTModel | Twin
+    tokenizer: Tokenizer
     softmax: Callable[[Tensor], Tensor]
     device: torch.device
     dtype: torch.dtype
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: Path | str = DEMO_FOLDER,
+        backend: str = "tilelang",
+        device: str = "auto",
+        dtype: str = "auto",
+    ) -> "GPT":
+        """Load a model folder for a backend, device and dtype; raises UserError."""
+        folder = Path(folder)
+        where = resolve_device(device)
+        precision = resolve_dtype(dtype, where)
+        config = checkpoint.load_config(folder)
+        tokenizer = load_tokenizer(folder, config)
+        weights = checkpoint.load_weights(folder, config)
+        if backend == "tilelang":
+            model = GPTModel.from_weights(config, weights, where, precision)
+            return cls(model, tokenizer, ops.softmax, where, precision)
+        twin = Twin(config).eval().requires_grad_(False)
+        twin.load_state_dict(weights)
+        return cls(twin.to(where, precision), tokenizer, _torch_softmax, where, precision)
 
     @property
     def config(self) -> GPTConfig:
         return self.model.config
 
-    def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt that fits the context; raises UserError for others."""
-        tokens = self.tokenizer.encode(prompt)
+    def encode(self, prompt: str, truncate_to: int | None = None) -> list[int]:
+        """The tokens of a prompt; an empty one stands for the token that begins a text.
+
+        Args:
+            truncate_to: keep only the last so many tokens.
+
+        Raises:
+            UserError: the prompt is longer than the context, or empty and no token begins a text.
+        """
+        tokens = self.tokenizer.encode(prompt) or self._begin_of_text()
+        if truncate_to is not None:
+            tokens = tokens[-truncate_to:]
         limit = self.config.n_positions
-        if not tokens:
-            raise UserError("the prompt is empty: give at least one character to go on from")
         if len(tokens) > limit:
             raise UserError(
-                f"the prompt has {len(tokens)} tokens but the model's context {limit}: shorten it"
+                f"the prompt has {len(tokens)} tokens but the model's context {limit}: "
+                "shorten it, or drop its oldest tokens with --truncate left"
             )
         return tokens
 
-    def room(self, prompt: list[int]) -> int:
+    def _begin_of_text(self) -> list[int]:
+        config = self.config
+        token = config.eos_token_id if config.bos_token_id is None else config.bos_token_id
+        if token is None:
+            raise UserError("the prompt is empty: give at least one character to go on from")
+        return [token]
+
+    def room(self, prompt: Sequence[int]) -> int:
         """How many tokens can follow a prompt: the last one needs no position of its own."""
         return self.config.n_positions - len(prompt) + 1
 
-    @torch.inference_mode()
+    def generate(self, prompts: str | Sequence[str], **options: Any) -> list[Completion]:
+        """Complete one prompt or many; the options are those of `stream`.
+
+        Returns:
+            num_samples completions of the first prompt, then of the second, and so on.
+        """
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        done: dict[int, Completion] = {}
+        for event in self.stream([self.encode(text) for text in texts], **options):
+            done[event.index] = event.completion
+        return [done[index] for index in sorted(done)]
+
     def stream(
         self,
-        prompt: list[int],
-        max_new_tokens: int,
-        params: SamplingParams,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int = 128,
+        params: SamplingParams | None = None,
         num_samples: int = 1,
-    ) -> Iterator[list[int]]:
-        """Yield the next token of each sample, step by step.
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        with_logprobs: bool = False,
+    ) -> Iterator[Event]:
+        """Yield an event for each token of each completion, as they come.
 
         Args:
-            prompt: tokens, at least one.
-            max_new_tokens: the number of steps; no more than `room(prompt)` are taken.
-            num_samples: continuations, run as one batch. Sample s draws the random numbers of
+            prompts: tokens, at least one each. Completion index is prompt * num_samples + sample.
+            max_new_tokens: for each completion, which ends earlier where the context does.
+            num_samples: continuations of each prompt. Sample s draws the random numbers of
                 (seed, s, position), whatever runs beside it.
+            stop: texts that end a completion, and are not part of it.
+            ignore_eos: go on behind the token that ends a text.
+            with_logprobs: record the log-probability of each token under the model alone.
 
         Raises:
             FloatingPointError: the logits of a step are not finite.
         """
-        steps = min(max_new_tokens, self.room(prompt))
-        uniforms = self._uniforms(params.seed, num_samples, len(prompt), steps)
-        tokens = torch.tensor([prompt] * num_samples, device=self.device)  # (S, T)
-        cache = self.model.new_cache(num_samples, len(prompt) + steps - 1) if steps else None
-        for step in range(steps):
-            logits = self.model(tokens, cache, last_only=True)[:, -1]  # (S, V)
+        params = params or SamplingParams()
+        eos = None if ignore_eos else self.config.eos_token_id
+        rows = [
+            Row(
+                index, list(prompt), index % num_samples, min(max_new_tokens, self.room(prompt)),
+                Stopper(self.tokenizer.stream(), tuple(stop), eos, max_new_tokens),
+            )
+            for index, prompt in enumerate(p for p in prompts for _ in range(num_samples))
+        ]  # fmt: skip
+        if isinstance(self.model, GPTModel):
+            yield from self._run(rows, params, with_logprobs)
+            return
+        rows.sort(key=lambda row: len(row.prompt))
+        for _, same_length in groupby(rows, key=lambda row: len(row.prompt)):
+            yield from self._run(list(same_length), params, with_logprobs)
+
+    @torch.inference_mode()
+    def _run(
+        self, rows: list["Row"], params: SamplingParams, with_logprobs: bool
+    ) -> Iterator[Event]:
+        batch = Batch(self, rows, params)
+        for step in range(max(row.steps for row in rows)):
+            logits = batch.logits()  # (B, V)
             check_logits(logits, step)
-            chosen = sample(logits, params, uniforms[step], self.softmax)  # (S,)
-            yield chosen.tolist()
-            tokens = chosen[:, None]
+            tokens = batch.choose(logits)  # (B,)
+            scores = logprobs(logits, tokens).tolist() if with_logprobs else None
+            ids = tokens.tolist()
+            for position, row in enumerate(rows):
+                if row.stopper.finish_reason is None:
+                    score = None if scores is None else scores[position]
+                    text = row.stopper.push(ids[position], score, row.steps)
+                    yield Event(row.index, text, row.stopper.completion)
+            if not batch.keep_unfinished():
+                return
 
-    def _uniforms(self, seed: int, num_samples: int, start: int, steps: int) -> Tensor:
-        """The uniform numbers of all steps at once, (steps, S)."""
-        samples = torch.arange(num_samples, device=self.device)
-        positions = torch.arange(start, start + steps, device=self.device)
-        return philox_uniform(seed, samples[None, :], positions[:, None])
+
+@dataclass
+class Row:
+    """One completion in the making: `steps` is how many tokens it may get."""
+
+    index: int
+    prompt: list[int]
+    sample: int
+    steps: int
+    stopper: Stopper
 
 
-def load_engine(
-    folder: Path = DEMO_FOLDER,
-    backend: str = "tilelang",
-    device: str = "auto",
-    dtype: str = "auto",
-) -> Engine:
-    """Load a model folder for a backend, device and dtype; raises UserError."""
-    where = resolve_device(device)
-    precision = resolve_dtype(dtype, where)
-    config = checkpoint.load_config(folder)
-    tokenizer = load_tokenizer(folder, config)
-    weights = checkpoint.load_weights(folder, config)
-    if backend == "tilelang":
-        model = GPT.from_weights(config, weights, where, precision)
-        return Engine(model, tokenizer, ops.softmax, where, precision)
-    twin = Twin(config).eval().requires_grad_(False)
-    twin.load_state_dict(weights)
-    return Engine(twin.to(where, precision), tokenizer, _torch_softmax, where, precision)
+class Batch:
+    """The device's side of some rows: cache, next tokens, random numbers, tokens seen."""
+
+    def __init__(self, engine: GPT, rows: list[Row], params: SamplingParams):
+        self.engine, self.rows, self.params, self.step = engine, rows, params, 0
+        device = engine.device
+        longest = max(len(row.prompt) for row in rows)
+        padded = [row.prompt + [0] * (longest - len(row.prompt)) for row in rows]
+        self.tokens = torch.tensor(padded, device=device)  # (B, T)
+        self.ragged = any(len(row.prompt) != longest for row in rows)
+        self.counts = torch.tensor(
+            [len(row.prompt) for row in rows], dtype=torch.int32, device=device
+        )
+        capacity = max(len(row.prompt) + row.steps - 1 for row in rows)
+        self.cache = engine.model.new_cache(len(rows), capacity)
+        self.uniforms = self._uniforms(max(row.steps for row in rows))  # (steps, B)
+        self.seen = None
+        if params.repetition_penalty != 1.0:
+            shape = (len(rows), engine.tokenizer.vocab_size)
+            self.seen = torch.zeros(shape, dtype=torch.bool, device=device)
+            mark_seen(self.seen, self.tokens, self.counts)
+
+    def _uniforms(self, steps: int) -> Tensor:
+        """The uniform numbers of all steps at once, by each row's own sample and position."""
+        device = self.engine.device
+        samples = torch.tensor([row.sample for row in self.rows], device=device)
+        starts = torch.tensor([len(row.prompt) for row in self.rows], device=device)
+        positions = starts[None, :] + torch.arange(steps, device=device)[:, None]
+        return philox_uniform(self.params.seed, samples[None, :], positions)
+
+    def logits(self) -> Tensor:
+        """Run the model on the next tokens: (B, V) float32, V the tokenizer's vocabulary."""
+        ragged = {"lengths": self.counts} if self.ragged else {}
+        logits = self.engine.model(self.tokens, self.cache, last_only=True, **ragged)
+        return logits[:, -1, : self.engine.tokenizer.vocab_size]
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The next token of each row, (B,) int64."""
+        uniforms = self.uniforms[self.step]
+        chosen = sample(logits, self.params, uniforms, self.engine.softmax, self.seen)
+        if self.seen is not None:
+            mark_seen(self.seen, chosen[:, None])
+        self.tokens = chosen[:, None]
+        self.step += 1
+        return chosen
+
+    def keep_unfinished(self) -> bool:
+        """Let finished rows stand still; whether any goes on."""
+        going = [row.stopper.finish_reason is None for row in self.rows]
+        if not any(going):
+            return False
+        if isinstance(self.cache, KVCache) and (self.ragged or not all(going)):
+            self.ragged = True
+            self.counts = torch.tensor(going, dtype=torch.int32, device=self.engine.device)
+            lengths = [len(row.prompt) + self.step - 1 for row in self.rows]
+            self.cache.longest = max(n for n, on in zip(lengths, going, strict=True) if on)
+        return True
 
 
 def _torch_softmax(logits: Tensor) -> Tensor:

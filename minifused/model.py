@@ -37,6 +37,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.layer, self.n_head = layer, config.n_head
+        self.scale = config.attention_scale(layer)
         self.c_attn = Affine(3 * config.n_embd, config.n_embd)
         self.c_proj = Affine(config.n_embd, config.n_embd)
 
@@ -51,15 +52,16 @@ class Attention(nn.Module):
     def attend(self, qkv: Tensor, cache: KVCache | None) -> Tensor:
         """Attention of packed qkv (B, T, 3, H, D) to itself and to what is cached before it."""
         if cache is None:
-            return ops.attention(qkv)
+            return ops.attention(qkv, scale=self.scale)
         keys, values = cache.keys[self.layer], cache.values[self.layer]
         ops.append_kv(keys, values, qkv, None, cache.lengths)
         if qkv.shape[1] == 1:
-            return ops.decode_attention(qkv, keys, values, cache.lengths + 1)
+            return ops.decode_attention(qkv, keys, values, cache.lengths + 1, self.scale)
         if cache.longest == 0:
-            return ops.attention(qkv)
+            return ops.attention(qkv, scale=self.scale)
         q = qkv[:, :, 0]  # (B, T, H, D)
-        return ops.attention(q, keys, values, kv_lengths=cache.lengths + qkv.shape[1])
+        lengths = cache.lengths + qkv.shape[1]
+        return ops.attention(q, keys, values, scale=self.scale, kv_lengths=lengths)
 
 
 class MLP(nn.Module):
@@ -94,7 +96,13 @@ class Block(nn.Module):
         return self.mlp(ops.layer_norm(x, self.ln_2.weight, self.ln_2.bias, self.eps), x)
 
 
-class GPT(nn.Module):
+def _last_valid(x: Tensor, lengths: Tensor) -> Tensor:
+    """Row lengths[b] - 1 of each x[b]: (B, T, C) to (B, 1, C)."""
+    last = (lengths - 1).clamp(min=0).long()  # (B,)
+    return x.gather(1, last[:, None, None].expand(-1, 1, x.shape[2]))
+
+
+class GPTModel(nn.Module):
     """GPT-2 for inference, in float32, float16 or bfloat16."""
 
     def __init__(self, config: GPTConfig):
@@ -115,7 +123,7 @@ class GPT(nn.Module):
         weights: Mapping[str, Tensor],
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-    ) -> "GPT":
+    ) -> "GPTModel":
         """A model with the weights of a checkpoint or of the twin's `state_dict()`."""
         with torch.device("meta"):
             model = cls(config)
@@ -132,7 +140,11 @@ class GPT(nn.Module):
         return KVCache(self.config, batch_size, capacity, weight.device, weight.dtype)
 
     def forward(
-        self, tokens: Tensor, cache: KVCache | None = None, last_only: bool = False
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        last_only: bool = False,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """Score each possible next token.
 
@@ -140,6 +152,8 @@ class GPT(nn.Module):
             tokens: (B, T), int64. With a cache each row goes on at its `cache.lengths`.
             cache: from `new_cache`; holds the new positions too afterwards.
             last_only: score the last position alone.
+            lengths: (B,) int32, how many tokens of each row are valid, T if None; the others are
+                padding at its end. A row of 0 stands still, and its scores mean nothing.
 
         Returns:
             Logits, float32, (B, T, vocab_size) or (B, 1, vocab_size).
@@ -151,13 +165,16 @@ class GPT(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
         if cache is not None:
             positions = positions + cache.lengths[:, None]  # (B, T)
+            positions = positions.clamp(max=self.config.n_positions - 1)  # of rows that stand still
         wte, wpe = self.wte["weight"], self.wpe["weight"]
         x = F.embedding(tokens, wte).float() + F.embedding(positions, wpe).float()  # (B, T, C)
         for block in self.h:
             x = block(x, cache)
         if cache is not None:
-            cache.advance(tokens.shape[1])
-        x = x[:, -1:] if last_only else x
+            count = tokens.shape[1]
+            cache.advance(count if lengths is None else lengths, cache.longest + count)
+        if last_only:
+            x = x[:, -1:] if lengths is None else _last_valid(x, lengths)
         x = ops.layer_norm(x, self.ln_f.weight, self.ln_f.bias, self.config.layer_norm_epsilon)
         head = wte if self.config.tie_word_embeddings else self.lm_head["weight"]
         logits = ops.linear(x, head, out_dtype=torch.float32)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from minifused import checkpoint, metrics, ops, workloads
 from minifused.config import GPTConfig
 from minifused.metrics import BOUNDS, Errors
-from minifused.model import GPT
+from minifused.model import GPTModel
 from minifused.twin import Twin
 from minifused.workloads import Inputs, Workload
 
@@ -305,7 +305,7 @@ class Models:
     """One set of weights, rounded to `dtype`, in the fused model and in two twins."""
 
     dtype: torch.dtype
-    fused: GPT
+    fused: GPTModel
     eager: Twin  # in dtype
     exact: Twin  # in float64
     tokens: Tensor  # (1, T), int64
@@ -318,7 +318,7 @@ def load_models(
     rounded = {name: w.to(device, dtype) for name, w in weights.items()}
     exact = {name: w.double() for name, w in rounded.items()}
     tokens = torch.tensor([list(VERSE[: config.n_positions])], device=device) % config.vocab_size
-    fused = GPT.from_weights(config, rounded, device, dtype)
+    fused = GPTModel.from_weights(config, rounded, device, dtype)
     return Models(dtype, fused, _twin(config, rounded), _twin(config, exact), tokens)
 
 
@@ -341,7 +341,7 @@ def check_forward(models: Models) -> Iterator[Result]:
         yield _compare(check, case, models.dtype, outputs, "model")
 
 
-def _layers_and_logits(model: GPT | Twin, tokens: Tensor) -> dict[str, Tensor]:
+def _layers_and_logits(model: GPTModel | Twin, tokens: Tensor) -> dict[str, Tensor]:
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable:
@@ -414,7 +414,7 @@ def _departures(
 
 
 def decode(
-    model: GPT | Twin, prompt: Tensor, steps: int, tokens: Tensor | None = None
+    model: GPTModel | Twin, prompt: Tensor, steps: int, tokens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Logits (steps, V) and greedy choices (steps,) after a prompt (1, T).
 

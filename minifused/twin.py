@@ -36,20 +36,21 @@ class TwinCache:
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, scale: float | None = None
+) -> Tensor:
     """Softmax attention in which the last query sees all keys, and each one before it one fewer.
 
     Args:
         q: (B, H, Tq, D). k, v: (B, H, Tk, D) with Tk >= Tq.
+        scale: what scores are multiplied by; None is D**-0.5.
     """
     q_len, k_len = q.shape[2], k.shape[2]
-    if q_len == 1:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
-    if q_len == k_len:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
-    # is_causal would align the mask top-left, so a chunk needs the mask spelled out.
-    visible = torch.ones(q_len, k_len, dtype=torch.bool, device=q.device).tril(k_len - q_len)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout_p)
+    causal, visible = 1 < q_len == k_len, None
+    if 1 < q_len < k_len:
+        # is_causal would align the mask top-left, so a chunk needs the mask spelled out.
+        visible = torch.ones(q_len, k_len, dtype=torch.bool, device=q.device).tril(k_len - q_len)
+    return F.scaled_dot_product_attention(q, k, v, visible, dropout_p, causal, scale=scale)
 
 
 class Attention(nn.Module):
@@ -58,7 +59,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.n_head, self.layer = config.n_head, layer
-        self.attn_pdrop = config.attn_pdrop
+        self.attn_pdrop, self.scale = config.attn_pdrop, config.attention_scale(layer)
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
@@ -69,7 +70,8 @@ class Attention(nn.Module):
         q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=self.n_head)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, H, cached + T, D)
-        y = causal_attention(q, k, v, self.attn_pdrop if self.training else 0.0)  # (B, H, T, D)
+        dropout_p = self.attn_pdrop if self.training else 0.0
+        y = causal_attention(q, k, v, dropout_p, self.scale)  # (B, H, T, D)
         y = rearrange(y, "b h t d -> b t (h d)")
         return self.resid_dropout(self.c_proj(y))  # (B, T, C)
 

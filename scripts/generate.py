@@ -11,12 +11,13 @@ from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 from tqdm import tqdm
 
-from minifused.engine import BACKENDS, DEMO_FOLDER, DTYPES, Engine, load_engine
+from minifused.completion import Completion
+from minifused.engine import BACKENDS, DEMO_FOLDER, DTYPES, GPT, Event
 from minifused.errors import UserError, run_cli
 from minifused.kernels import build
 from minifused.sampling import SamplingParams
@@ -32,16 +33,17 @@ class Timing:
     first_token_seconds: float = 0.0
     decode_seconds: float = 0.0
     steps: int = 0
-    num_samples: int = 1
+    tokens: int = 0
 
     @property
     def ms_per_token(self) -> float:
+        """Of a step behind the first, which gives each completion a token."""
         return 1e3 * self.decode_seconds / max(1, self.steps - 1)
 
     @property
     def tokens_per_second(self) -> float:
         seconds = self.first_token_seconds + self.decode_seconds
-        return self.steps * self.num_samples / seconds if seconds else 0.0
+        return self.tokens / seconds if seconds else 0.0
 
     def __str__(self) -> str:
         return (
@@ -61,23 +63,18 @@ class Timing:
 
 @dataclass
 class Run:
-    """The tokens of each sample so far, and what they cost."""
+    """Prompts, their completions so far, and what they cost."""
 
-    tokens: list[list[int]]
+    prompts: list[str]
+    completions: dict[int, Completion] = field(default_factory=dict)
     timing: Timing = field(default_factory=Timing)
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
     """Read the command line; `argv` None means that of the process."""
     p = ArgumentParser(description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
-    prompt = p.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", default=DEFAULT_PROMPT, help="text to go on from")
-    prompt.add_argument("--prompt-file", type=Path, help="a file that holds the prompt")
-    p.add_argument("--max-new-tokens", type=int, default=240, help="tokens to write a sample")
-    p.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest")
-    p.add_argument("--top-k", type=int, default=0, help="choose among the k likeliest; 0: all")
-    p.add_argument("--seed", type=int, default=0, help="the same seed writes the same text")
-    p.add_argument("--num-samples", type=int, default=1, help="continuations, run as one batch")
+    add_prompt_flags(p)
+    add_sampling_flags(p)
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPU")
     p.add_argument(
         "--dtype",
@@ -97,18 +94,82 @@ def parse_args(argv: list[str] | None) -> Namespace:
     for flag in ("max_new_tokens", "num_samples"):
         if getattr(args, flag) < 1:
             raise UserError(f"--{flag.replace('_', '-')} is {getattr(args, flag)}: at least 1")
+    if "" in args.stop:
+        raise UserError("--stop is empty: give the text to stop at")
     return args
 
 
-def read_prompt(args: Namespace) -> str:
-    """The prompt, from the command line or from a file without its last line break."""
+def add_prompt_flags(p: ArgumentParser) -> None:
+    prompt = p.add_mutually_exclusive_group()
+    prompt.add_argument(
+        "--prompt",
+        action="append",
+        help=f"text to go on from, repeatable; {DEFAULT_PROMPT!r} if there is none",
+    )
+    prompt.add_argument(
+        "--prompt-file",
+        type=Path,
+        help='a prompt a line, or with the ending .jsonl a {"prompt": "…"} a line',
+    )
+    p.add_argument(
+        "--truncate",
+        choices=("never", "left"),
+        default="never",
+        help="left: drop the oldest tokens of a prompt so that --max-new-tokens fit behind it",
+    )
+
+
+def add_sampling_flags(p: ArgumentParser) -> None:
+    p.add_argument("--max-new-tokens", type=int, default=240, help="tokens to write a completion")
+    p.add_argument("--num-samples", type=int, default=1, help="completions of each prompt")
+    p.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest")
+    p.add_argument("--top-k", type=int, default=0, help="choose among the k likeliest; 0: all")
+    p.add_argument("--top-p", type=float, default=1.0, help="among the likeliest that reach p")
+    p.add_argument("--min-p", type=float, default=0.0, help="not below p times the likeliest")
+    p.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: repeat less")
+    p.add_argument("--seed", type=int, default=0, help="the same seed writes the same text")
+    p.add_argument("--stop", action="append", default=[], help="text to stop at, repeatable")
+    p.add_argument("--ignore-eos", action="store_true", help="go on behind the end of a text")
+    p.add_argument("--logprobs", action="store_true", help="with --json: of each token")
+
+
+def read_prompts(args: Namespace) -> list[str]:
+    """The prompts, from the command line or from a file."""
     if args.prompt_file is None:
-        return args.prompt
+        return args.prompt or [DEFAULT_PROMPT]
     try:
-        return args.prompt_file.read_text(encoding="utf-8").removesuffix("\n")
+        lines = args.prompt_file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise UserError(f"--prompt-file {args.prompt_file}: {reason}; give a text file") from error
+    if not lines:
+        raise UserError(f"--prompt-file {args.prompt_file} is empty: put a prompt on each line")
+    if args.prompt_file.suffix != ".jsonl":
+        return lines
+    return [read_json_prompt(args.prompt_file, n, line) for n, line in enumerate(lines, start=1)]
+
+
+def read_json_prompt(path: Path, number: int, line: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+        if isinstance(prompt, str):
+            return prompt
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise UserError(f'{path}, line {number}: expected an object such as {{"prompt": "text"}}')
+
+
+def encode_prompts(model: GPT, texts: list[str], args: Namespace) -> list[list[int]]:
+    """Tokens of the prompts; with --truncate left no more than leave room for the new ones."""
+    if args.truncate == "never":
+        return [model.encode(text) for text in texts]
+    most = max(1, model.config.n_positions - args.max_new_tokens + 1)
+    prompts = [model.encode(text, truncate_to=most) for text in texts]
+    for text, tokens in zip(texts, prompts, strict=True):
+        dropped = len(model.tokenizer.encode(text)) - len(tokens)
+        if dropped > 0:
+            print(f"note: dropped the first {dropped} tokens of a prompt", file=sys.stderr)
+    return prompts
 
 
 @contextmanager
@@ -122,81 +183,87 @@ def compile_progress() -> Iterator[None]:
             build.stats.on_compile = None
 
 
-def generate(
-    engine: Engine, prompt: list[int], args: Namespace, params: SamplingParams
-) -> Iterator[Run]:
-    """Yield the run after each step."""
-    run = Run([[] for _ in range(args.num_samples)], Timing(num_samples=args.num_samples))
+def generate(model: GPT, run: Run, prompts: list[list[int]], args: Namespace) -> Iterator[Event]:
+    """Yield each event, and keep the run's completions and timing up to date."""
+    params = SamplingParams(
+        args.temperature, args.top_k, args.seed, args.top_p, args.min_p, args.repetition_penalty
+    )
     timing, compiled, start = run.timing, build.stats.seconds, time.perf_counter()
-    for tokens in engine.stream(prompt, args.max_new_tokens, params, args.num_samples):
-        for sample, token in zip(run.tokens, tokens, strict=True):
-            sample.append(token)
+    events = model.stream(
+        prompts, args.max_new_tokens, params, args.num_samples, args.stop, args.ignore_eos,
+        args.logprobs,
+    )  # fmt: skip
+    for event in events:
+        run.completions[event.index] = event.completion
+        timing.tokens += 1
         timing.compile_seconds = build.stats.seconds - compiled
         seconds = time.perf_counter() - start - timing.compile_seconds
-        if timing.steps == 0:
+        if timing.tokens == 1:
             timing.first_token_seconds = seconds
         timing.decode_seconds = seconds - timing.first_token_seconds
-        timing.steps += 1
-        yield run
+        timing.steps = max(timing.steps, len(event.completion.tokens))
+        yield event
 
 
-def compile_first(runs: Iterator[Run]) -> Iterator[Run]:
+def compile_first(events: Iterator[Event]) -> Iterator[Event]:
     """Take the two steps that compile all kernels, prefill and one decode step; give back all."""
+    first = []
     with compile_progress():
-        first = list(islice(runs, 2))
-    return chain(first, runs)
+        for event in events:
+            first.append(event)
+            if len(event.completion.tokens) > 1:
+                break
+    return chain(first, events)
 
 
-def write_text(engine: Engine, prompt: str, runs: Iterator[Run]) -> Run:
-    """Stream the first sample to stdout, then print the others; return the finished run."""
-    stream = engine.tokenizer.stream()
-    print(prompt, end="", flush=True)
-    for step, run in enumerate(runs):
-        print(stream.push(run.tokens[0][step]), end="", flush=True)
-    print(stream.flush())
-    for number, sample in enumerate(run.tokens[1:], start=2):
-        print(f"\n--- sample {number} ---\n{prompt}{engine.tokenizer.decode(sample)}")
-    return run
+def write_text(run: Run, events: Iterator[Event], num_samples: int) -> None:
+    """Stream the first completion to stdout, and print the others when they are done."""
+    print(run.prompts[0], end="", flush=True)
+    for event in events:
+        if event.index == 0:
+            print(event.text, end="", flush=True)
+    print()
+    for index in sorted(run.completions)[1:]:
+        prompt, sample = divmod(index, num_samples)
+        text = run.prompts[prompt] + run.completions[index].text
+        print(f"\n--- prompt {prompt + 1}, sample {sample + 1} ---\n{text}")
 
 
-def document(engine: Engine, prompt: str, args: Namespace, run: Run, reason: str) -> dict:
+def document(model: GPT, run: Run, args: Namespace) -> dict:
     """What --json prints."""
+    flags = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
     return {
         "model": str(args.model),
         "backend": args.backend,
-        "device": str(engine.device),
-        "dtype": str(engine.dtype).removeprefix("torch."),
-        "prompt": prompt,
-        "temperature": args.temperature,
-        "top_k": args.top_k,
-        "seed": args.seed,
-        "samples": [
-            {"text": engine.tokenizer.decode(t), "tokens": t, "finish_reason": reason}
-            for t in run.tokens
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        **{flag: getattr(args, flag) for flag in flags},
+        "completions": [
+            {"prompt": run.prompts[i // args.num_samples], "sample": i % args.num_samples,
+             **asdict(run.completions[i])}
+            for i in sorted(run.completions)
         ],
         "timing": run.timing.to_dict(),
-    }
+    }  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    params = SamplingParams(args.temperature, args.top_k, args.seed)
-    prompt = read_prompt(args)
-    engine = load_engine(args.model, args.backend, args.device, args.dtype)
-    tokens = engine.encode(prompt)
-    reason = "length" if args.max_new_tokens <= engine.room(tokens) else "context"
+    run = Run(read_prompts(args))
+    model = GPT.from_pretrained(args.model, args.backend, args.device, args.dtype)
+    prompts = encode_prompts(model, run.prompts, args)
     try:
-        runs = compile_first(generate(engine, tokens, args, params))
+        events = compile_first(generate(model, run, prompts, args))
         if args.json:
-            *_, run = runs
-            print(json.dumps(document(engine, prompt, args, run, reason)))
+            list(events)
+            print(json.dumps(document(model, run, args)))
         else:
-            run = write_text(engine, prompt, runs)
+            write_text(run, events, args.num_samples)
     except FloatingPointError as error:
         raise UserError(f"{error}: try --dtype float32, or check the weights") from error
-    if reason == "context":
-        print(f"note: stopped at the model's context of {engine.config.n_positions} tokens",
-              file=sys.stderr)  # fmt: skip
+    if any(done.finish_reason == "context" for done in run.completions.values()):
+        limit = model.config.n_positions
+        print(f"note: stopped at the model's context of {limit} tokens", file=sys.stderr)
     print(run.timing, file=sys.stderr)
 
 

@@ -2,7 +2,11 @@
 
 import json
 import stat
+import subprocess
+import sys
+import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,13 +144,29 @@ def test_variants_of_the_names_load_alike(tmp_path, prefix, buffers):
     if not prefix:
         tensors = {name.removeprefix("transformer."): t for name, t in tensors.items()}
     save_raw(tmp_path, tensors)
-    assert_same(checkpoint.load_weights(tmp_path, CONFIG), make_state())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(checkpoint.load_weights(tmp_path, CONFIG), make_state())
 
 
-def test_a_head_stored_beside_tied_embeddings_is_dropped(tmp_path):
-    head = make_state()["wte.weight"].clone()
+@pytest.mark.parametrize("kept", ["both", "head"])
+def test_a_tied_head_may_be_stored_beside_the_table_or_for_it(tmp_path, kept):
+    tensors = stored_state() | {"lm_head.weight": make_state()["wte.weight"].clone()}
+    if kept == "head":
+        del tensors["transformer.wte.weight"]
+    save_raw(tmp_path, tensors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(checkpoint.load_weights(tmp_path, CONFIG), make_state())
+
+
+@pytest.mark.parametrize("head", [torch.zeros(97, 32), torch.zeros(104, 32, dtype=torch.float16)])
+def test_a_tied_head_with_other_values_is_ignored_with_a_warning(tmp_path, head):
     save_raw(tmp_path, stored_state() | {"lm_head.weight": head})
-    assert_same(checkpoint.load_weights(tmp_path, CONFIG), make_state())
+    with pytest.warns(UserWarning, match=r"lm_head.weight differs.*set it to false") as caught:
+        loaded = checkpoint.load_weights(tmp_path, CONFIG)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert_same(loaded, make_state())
 
 
 def test_weights_stored_out_in_are_refused_with_the_cause(tmp_path):
@@ -162,7 +182,15 @@ def test_rows_of_the_vocabulary_must_fit_the_config(tmp_path):
     tensors = stored_state() | {"transformer.wte.weight": torch.zeros(104, 32)}
     message = message_of(save_raw(tmp_path, tensors))
     assert "wte.weight has shape (104, 32), but (97, 32) is needed" in message
-    assert "config.json does not fit" in message and "transpose" not in message
+    assert "set its vocab_size 97 to the table's 104 rows" in message
+    padded = replace(CONFIG, vocab_size=104)
+    assert checkpoint.load_weights(tmp_path, padded)["wte.weight"].shape == (104, 32)
+
+
+def test_a_table_of_another_width_is_not_blamed_on_the_vocabulary(tmp_path):
+    tensors = stored_state() | {"transformer.wte.weight": torch.zeros(97, 48)}
+    message = message_of(save_raw(tmp_path, tensors))
+    assert "config.json does not fit the weights" in message and "vocab_size" not in message
 
 
 def test_missing_tensors_are_listed(tmp_path):
@@ -177,10 +205,53 @@ def test_an_untied_head_must_be_there(folder):
     assert "lack lm_head.weight" in message_of(folder, untied)
 
 
-def test_unknown_tensors_are_listed(tmp_path):
+def test_unknown_tensors_are_left_out_with_a_warning_that_lists_them(tmp_path):
+    extra = {name: torch.zeros(3) for name in ("score.weight", "transformer.h.1.attn.rotary")}
+    save_raw(tmp_path, stored_state() | extra)
+    with pytest.warns(
+        UserWarning, match=r"score\.weight, transformer\.h\.1\.attn\.rotary"
+    ) as caught:
+        loaded = checkpoint.load_weights(tmp_path, CONFIG)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert str(tmp_path) in str(caught[0].message)
+    assert_same(loaded, make_state())
+
+
+def test_more_layers_than_the_config_has_are_refused(tmp_path):
     extra = {f"transformer.h.{n}.attn.c_attn.bias": torch.zeros(96) for n in (2, 3, 4, 5)}
     message = message_of(save_raw(tmp_path, stored_state() | extra))
     assert "hold transformer.h.2.attn.c_attn.bias, " in message and "and 1 more" in message
+    assert "n_layer is 2; config.json does not fit them" in message
+
+
+PEAK_SCRIPT = """
+import re, sys
+from pathlib import Path
+import torch
+from minifused import checkpoint
+
+def resident(field):
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(field + r":\\s+(\\d+)", status)[1])
+
+config = checkpoint.load_config(sys.argv[1])
+torch.ones(1024, 1024).t().contiguous().sum()  # threads and the like are not the load's
+before = resident("VmRSS")
+weights = checkpoint.load_weights(sys.argv[1], config)
+total = sum(float(tensor.sum()) for tensor in weights.values())  # reads every page
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to measure with")
+def test_peak_memory_of_a_load_is_about_the_size_of_the_file(tmp_path):
+    config = GPTConfig(vocab_size=8192, n_positions=64, n_embd=1024, n_layer=4, n_head=2)
+    shapes = checkpoint.expected_shapes(config)
+    checkpoint.save(tmp_path, config, {name: torch.zeros(shape) for name, shape in shapes.items()})
+    size = (tmp_path / "model.safetensors").stat().st_size
+    command = [sys.executable, "-c", PEAK_SCRIPT, str(tmp_path)]
+    peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert 0.9 * size < peak < 1.2 * size
 
 
 def test_a_tensor_under_both_of_its_names_is_refused(tmp_path):

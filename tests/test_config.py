@@ -51,6 +51,22 @@ def test_inner_dim_follows_n_inner():
     assert GPTConfig(n_embd=32, n_head=2, n_inner=48).inner_dim == 48
 
 
+@pytest.mark.parametrize(
+    ("by_width", "by_layer", "scales"),
+    [
+        (True, False, [0.25, 0.25, 0.25]),
+        (False, False, [1.0, 1.0, 1.0]),
+        (True, True, [0.25, 0.125, 0.25 / 3]),
+        (False, True, [1.0, 0.5, 1 / 3]),
+    ],
+)
+def test_attention_scale_of_each_layer(by_width, by_layer, scales):
+    options = {"scale_attn_weights": by_width, "scale_attn_by_inverse_layer_idx": by_layer}
+    config = GPTConfig.from_dict({"n_embd": 32, "n_head": 2, **options})
+    assert [config.attention_scale(layer) for layer in range(3)] == scales
+    assert config.to_dict().items() >= options.items()
+
+
 def test_to_dict_comes_back_as_the_same_config():
     config = GPTConfig(vocab_size=97, n_inner=48, tie_word_embeddings=False, eos_token_id=96)
     values = config.to_dict()
@@ -75,6 +91,8 @@ def test_a_config_cannot_be_changed():
         ("n_inner", 0, "positive integer"),
         ("activation_function", "swish", "gelu_new, gelu_pytorch_tanh, gelu_fast, gelu, relu"),
         ("activation_function", ["gelu"], "use one of"),
+        ("scale_attn_weights", 1, "true or false"),
+        ("scale_attn_by_inverse_layer_idx", None, "true or false"),
         ("layer_norm_epsilon", 0.0, "1e-5"),
         ("layer_norm_epsilon", float("nan"), "1e-5"),
         ("tie_word_embeddings", None, "true or false"),
@@ -93,8 +111,6 @@ def test_bad_values_are_refused_by_name(field, value, remedy):
     ("option", "value"),
     [
         ("model_type", "llama"),
-        ("scale_attn_weights", False),
-        ("scale_attn_by_inverse_layer_idx", True),
         ("add_cross_attention", True),
     ],
 )
@@ -104,5 +120,5 @@ def test_options_that_change_the_numbers_are_refused(option, value):
 
 
 def test_harmless_options_are_ignored():
-    values = {"reorder_and_upcast_attn": True, "scale_attn_weights": True, "summary_type": "mean"}
+    values = {"reorder_and_upcast_attn": True, "use_cache": False, "summary_type": "mean"}
     assert GPTConfig.from_dict(values) == GPTConfig()

@@ -12,7 +12,7 @@ import torch
 
 from minifused import checkpoint, ops
 from minifused.config import GPTConfig
-from minifused.engine import DEMO_FOLDER, load_engine
+from minifused.engine import DEMO_FOLDER, GPT
 from minifused.errors import UserError, run_cli
 from minifused.sampling import SamplingParams
 from minifused.twin import Twin
@@ -48,7 +48,7 @@ def test_streams_the_prompt_and_what_follows(capsys):
 
 
 def test_writes_words(capsys):
-    text = generate(capsys, "--max-new-tokens=240")["samples"][0]["text"]
+    text = generate(capsys, "--max-new-tokens=240")["completions"][0]["text"]
     words = text.lower().replace(",", " ").replace(".", " ").split()
     common = {"the", "and", "to", "i", "of", "you", "my", "a", "that", "in", "is", "not", "thou"}
     assert len(words) > 25 and sum(word in common for word in words) > len(words) / 10
@@ -56,39 +56,41 @@ def test_writes_words(capsys):
 
 def test_json_document(capsys):
     out = generate(capsys, "--max-new-tokens=5", "--num-samples=2", "--seed=3", "--top-k=9")
-    assert set(out) == {"model", "backend", "device", "dtype", "prompt", "temperature", "top_k",
-                        "seed", "samples", "timing"}  # fmt: skip
+    assert set(out) == {"model", "backend", "device", "dtype", "temperature", "top_k", "top_p",
+                        "min_p", "repetition_penalty", "seed", "stop", "completions",
+                        "timing"}  # fmt: skip
     assert (out["backend"], out["device"], out["dtype"]) == ("tilelang", "cpu", "float32")
     assert (out["seed"], out["top_k"], out["temperature"]) == (3, 9, 0.8)
-    assert len(out["samples"]) == 2
-    for sample in out["samples"]:
+    assert [c["sample"] for c in out["completions"]] == [0, 1]
+    for sample in out["completions"]:
         assert bytes(sample["tokens"]).decode(errors="replace") == sample["text"]
         assert len(sample["tokens"]) == 5 and sample["finish_reason"] == "length"
+        assert sample["prompt"] == "ROMEO:\n" and sample["logprobs"] is None
     timing = out["timing"]
-    assert timing["steps"] == 5 and timing["num_samples"] == 2
+    assert timing["steps"] == 5 and timing["tokens"] == 10
     assert timing["first_token_seconds"] > 0 and timing["ms_per_token"] > 0
 
 
 def test_both_backends_write_the_same_text(capsys):
     flags = ["--max-new-tokens=64", "--seed=5", "--num-samples=2"]
-    fused = generate(capsys, *flags)["samples"]
-    twin = generate(capsys, *flags, "--backend=torch")["samples"]
+    fused = generate(capsys, *flags)["completions"]
+    twin = generate(capsys, *flags, "--backend=torch")["completions"]
     assert fused == twin
     assert fused[0] != fused[1]
 
 
 def test_a_sample_is_the_same_in_any_batch_and_at_any_time(capsys):
-    one = generate(capsys, "--max-new-tokens=30", "--seed=7")["samples"]
-    four = generate(capsys, "--max-new-tokens=30", "--seed=7", "--num-samples=4")["samples"]
+    one = generate(capsys, "--max-new-tokens=30", "--seed=7")["completions"]
+    four = generate(capsys, "--max-new-tokens=30", "--seed=7", "--num-samples=4")["completions"]
     assert one[0] == four[0]
     assert len({sample["text"] for sample in four}) == 4
-    assert generate(capsys, "--max-new-tokens=30", "--seed=7")["samples"] == one
-    assert generate(capsys, "--max-new-tokens=30", "--seed=8")["samples"] != one
+    assert generate(capsys, "--max-new-tokens=30", "--seed=7")["completions"] == one
+    assert generate(capsys, "--max-new-tokens=30", "--seed=8")["completions"] != one
 
 
 def test_temperature_0_and_top_k_1_are_greedy(capsys):
-    cold = generate(capsys, "--max-new-tokens=20", "--temperature=0")["samples"]
-    assert generate(capsys, "--max-new-tokens=20", "--top-k=1", "--seed=9")["samples"] == cold
+    cold = generate(capsys, "--max-new-tokens=20", "--temperature=0")["completions"]
+    assert generate(capsys, "--max-new-tokens=20", "--top-k=1", "--seed=9")["completions"] == cold
 
 
 def test_global_random_state_is_untouched(capsys):
@@ -98,16 +100,21 @@ def test_global_random_state_is_untouched(capsys):
 
 
 def test_prompt_file(capsys, tmp_path):
-    (tmp_path / "prompt").write_text("JULIET:\nÓ ", encoding="utf-8")
-    out = generate(capsys, "--prompt-file", str(tmp_path / "prompt"), "--max-new-tokens=1")
-    assert out["prompt"] == "JULIET:\nÓ "
+    (tmp_path / "prompts").write_text("JULIET: Ó \nROMEO:\n", encoding="utf-8")
+    out = generate(capsys, "--prompt-file", str(tmp_path / "prompts"), "--max-new-tokens=1")
+    assert [c["prompt"] for c in out["completions"]] == ["JULIET: Ó ", "ROMEO:"]
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a\\nb"}\n{"prompt": "c"}\n')
+    out = generate(capsys, "--prompt-file", str(tmp_path / "p.jsonl"), "--max-new-tokens=1")
+    assert [c["prompt"] for c in out["completions"]] == ["a\nb", "c"]
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"text": 1}\n')
+    assert "line 2" in fails(capsys, "--prompt-file", str(tmp_path / "p.jsonl"), "--device=cpu")
 
 
 def test_stops_where_the_context_ends(capsys):
     flags = ["--prompt", "x" * 250, "--max-new-tokens=50"]
     out = generate(capsys, *flags)
     assert out["timing"]["steps"] == 256 - 250 + 1  # the last token needs no position
-    assert out["samples"][0]["finish_reason"] == "context"
+    assert out["completions"][0]["finish_reason"] == "context"
     full = generate(capsys, "--prompt", "x" * 256, "--max-new-tokens=50")
     assert full["timing"]["steps"] == 1
     SCRIPT["main"]([*flags, "--device=cpu"])
@@ -181,17 +188,19 @@ def test_cpu_generation_leaves_cuda_alone():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_generates_on_a_gpu(dtype):
-    engine = load_engine(DEMO_FOLDER, "tilelang", "cuda", dtype)
-    twin = load_engine(DEMO_FOLDER, "torch", "cuda", dtype)
+    engine = GPT.from_pretrained(DEMO_FOLDER, "tilelang", "cuda", dtype)
+    twin = GPT.from_pretrained(DEMO_FOLDER, "torch", "cuda", dtype)
     params, prompt = SamplingParams(temperature=0), engine.encode("ROMEO:\n")
-    fused_text = [t for (t,) in engine.stream(prompt, 64, params)]
-    assert len(set(fused_text)) > 8
+    fused, plain = (
+        [e.completion for e in m.stream([prompt], 64, params)][-1] for m in (engine, twin)
+    )
+    assert len(set(fused.tokens)) > 8
     if dtype == "float32":
-        assert fused_text == [t for (t,) in twin.stream(prompt, 64, params)]
+        assert fused == plain
 
 
 def test_engine_refuses_prompts_by_name():
-    engine = load_engine(DEMO_FOLDER, "torch", "cpu")
+    engine = GPT.from_pretrained(DEMO_FOLDER, "torch", "cpu")
     with pytest.raises(UserError, match="empty"):
         engine.encode("")
     assert engine.room(engine.encode("abc")) == 254

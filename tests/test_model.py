@@ -11,7 +11,7 @@ from minifused import checkpoint, ops
 from minifused.config import GPTConfig
 from minifused.engine import DEMO_FOLDER
 from minifused.kernels import build
-from minifused.model import GPT
+from minifused.model import GPTModel
 from minifused.twin import Twin
 
 # Widths of its own, but one head size: kernels are compiled per width.
@@ -33,7 +33,7 @@ def random_pair(config, device="cpu", seed=0):
     twin = Twin(config).eval().requires_grad_(False)
     for parameter in twin.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.1)
-    return GPT.from_weights(config, twin.state_dict(), device), twin.to(device)
+    return GPTModel.from_weights(config, twin.state_dict(), device), twin.to(device)
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -42,7 +42,7 @@ def demo(request):
     weights = checkpoint.load_weights(DEMO_FOLDER, config)
     twin = Twin(config).eval().requires_grad_(False)
     twin.load_state_dict(weights)
-    return GPT.from_weights(config, weights, request.param), twin.to(request.param)
+    return GPTModel.from_weights(config, weights, request.param), twin.to(request.param)
 
 
 def random_tokens(config, *shape, seed=1, device="cpu"):
@@ -70,7 +70,7 @@ def test_positions_matter_and_are_not_off_by_one():
     torch.manual_seed(0)
     twin = Twin(config).eval().requires_grad_(False)
     twin.wpe.weight.copy_(10 * torch.randn_like(twin.wpe.weight))
-    model = GPT.from_weights(config, twin.state_dict())
+    model = GPTModel.from_weights(config, twin.state_dict())
     tokens = random_tokens(config, 1, 20)
     cache = model.new_cache(1, 20)
     steps = [model(tokens[:, i : i + 1], cache) for i in range(20)]

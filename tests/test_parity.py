@@ -15,7 +15,7 @@ import torch
 from minifused import checkpoint, ops, parity, workloads
 from minifused.errors import run_cli
 from minifused.metrics import Errors
-from minifused.model import GPT
+from minifused.model import GPTModel
 from minifused.workloads import AttentionWorkload, LinearWorkload
 
 ROOT = Path(__file__).parents[1]
@@ -130,7 +130,7 @@ def test_a_fault_of_one_layer_is_located(demo):
     weights["h.3.mlp.c_proj.bias"][5] += 0.01
     config = demo.fused.config
     models = parity.Models(
-        torch.float32, GPT.from_weights(config, weights), demo.eager, demo.exact, demo.tokens
+        torch.float32, GPTModel.from_weights(config, weights), demo.eager, demo.exact, demo.tokens
     )
     failed = [result.case for result in parity.check_forward(models) if not result.ok]
     assert failed == ["h.3", "h.4", "h.5", "256 tokens"]

@@ -2,6 +2,7 @@
 
 import ast
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,13 @@ def make_tokens(batch_size, length, seed=1):
     return torch.randint(CONFIG.vocab_size, (batch_size, length), generator=generator)
 
 
-def attention_by_hand(q, k, v):
-    """Loops over queries; the last one sees every key."""
+def attention_by_hand(q, k, v, divisor=None):
+    """Loops over queries; the last one sees every key. Scores are divided by `divisor`."""
+    divisor = math.sqrt(q.shape[3]) if divisor is None else divisor
     out = torch.zeros_like(q)
     for row in range(q.shape[2]):
         visible = k.shape[2] - q.shape[2] + row + 1
-        scores = (k[:, :, :visible] * q[:, :, row : row + 1]).sum(-1) / math.sqrt(q.shape[3])
+        scores = (k[:, :, :visible] * q[:, :, row : row + 1]).sum(-1) / divisor
         weights = scores.exp() / scores.exp().sum(-1, keepdim=True)  # (B, H, visible)
         out[:, :, row] = (weights[..., None] * v[:, :, :visible]).sum(2)
     return out
@@ -68,7 +70,9 @@ def logits_by_hand(weights, config, tokens):
         q, k, v = (
             torch.stack(part.split(config.head_dim, -1), 1) for part in qkv.split(config.n_embd, -1)
         )
-        heads = attention_by_hand(q, k, v)
+        divisor = math.sqrt(config.head_dim) if config.scale_attn_weights else 1.0
+        divisor *= layer + 1 if config.scale_attn_by_inverse_layer_idx else 1
+        heads = attention_by_hand(q, k, v, divisor)
         x = x + linear(torch.cat(heads.unbind(1), -1), f"{name}.attn.c_proj")
         hidden = activate(linear(norm(x, f"{name}.ln_2"), f"{name}.mlp.c_fc"))
         x = x + linear(hidden, f"{name}.mlp.c_proj")
@@ -105,6 +109,19 @@ def test_logits_equal_the_formulas(activation, tied):
     expected = logits_by_hand(twin.state_dict(), config, tokens)
     torch.testing.assert_close(twin(tokens), expected, rtol=1e-11, atol=1e-11)
     assert expected.std() > 0.1
+
+
+@pytest.mark.parametrize("by_width", [True, False])
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_scale_of_attention_in_one_pass_in_chunks_and_in_steps(by_width, by_layer):
+    config = replace(CONFIG, scale_attn_weights=by_width, scale_attn_by_inverse_layer_idx=by_layer)
+    twin, tokens = make_twin(config, torch.float64), make_tokens(2, 9)
+    expected = logits_by_hand(twin.state_dict(), config, tokens)
+    with torch.no_grad():
+        for chunks in ((9,), (4, 5), (8, 1)):
+            cache = twin.new_cache(2, 9)
+            parts = [twin(part, cache) for part in tokens.split(chunks, dim=1)]
+            torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("tied", [True, False])
