@@ -146,23 +146,33 @@ class GPT:
             with_logprobs: record the log-probability of each token under the model alone.
 
         Raises:
+            UserError: max_new_tokens or num_samples is below 1.
             FloatingPointError: the logits of a step are not finite.
         """
-        params = params or SamplingParams()
+        if max_new_tokens < 1 or num_samples < 1:
+            counts = f"max_new_tokens is {max_new_tokens}, num_samples {num_samples}"
+            raise UserError(f"{counts}: both have to be at least 1")
         eos = None if ignore_eos else self.config.eos_token_id
+        repeated = [list(prompt) for prompt in prompts for _ in range(num_samples)]
         rows = [
             Row(
-                index, list(prompt), index % num_samples, min(max_new_tokens, self.room(prompt)),
-                Stopper(self.tokenizer.stream(), tuple(stop), eos, max_new_tokens),
+                index=index,
+                prompt=prompt,
+                sample=index % num_samples,
+                steps=min(max_new_tokens, self.room(prompt)),
+                stopper=Stopper(self.tokenizer.stream(), tuple(stop), eos, max_new_tokens),
             )
-            for index, prompt in enumerate(p for p in prompts for _ in range(num_samples))
-        ]  # fmt: skip
+            for index, prompt in enumerate(repeated)
+        ]
+        for batch in self._batches(rows):
+            yield from self._run(batch, params or SamplingParams(), with_logprobs)
+
+    def _batches(self, rows: list["Row"]) -> list[list["Row"]]:
+        """Rows that run together: all of them, or for the twin those of one length."""
         if isinstance(self.model, GPTModel):
-            yield from self._run(rows, params, with_logprobs)
-            return
-        rows.sort(key=lambda row: len(row.prompt))
-        for _, same_length in groupby(rows, key=lambda row: len(row.prompt)):
-            yield from self._run(list(same_length), params, with_logprobs)
+            return [rows] if rows else []
+        by_length = sorted(rows, key=lambda row: len(row.prompt))
+        return [list(same) for _, same in groupby(by_length, key=lambda row: len(row.prompt))]
 
     @torch.inference_mode()
     def _run(

@@ -85,3 +85,24 @@ def test_no_compiler_is_a_user_error_that_names_it(tmp_path):
     message = errors.strip().splitlines()[-1]
     assert message.startswith("minifused.errors.UserError: no C++ compiler")
     assert all(name in message for name in ("g++", "clang++", "CXX"))
+
+
+def test_no_nvcc_is_a_user_error_that_names_the_remedies(tmp_path):
+    script = (
+        "from minifused.kernels.build import compile_kernel\n"
+        "from minifused.kernels.row_softmax import row_softmax_kernel\n"
+        "from minifused.kernels.schedule import row_schedule\n"
+        "from minifused.kernels.tile import Tile\n"
+        "import minifused.kernels.build as build\n"
+        "tile = Tile('sm_90a')\n"
+        "build._nvcc = lambda: None  # as where no toolkit is installed\n"
+        "static = (8, 8, 'float32', 'float32', row_schedule(tile, 8, 8))\n"
+        "compile_kernel(row_softmax_kernel, tile, *static)\n"
+    )
+    environment = {**os.environ, "TILELANG_CACHE_DIR": str(tmp_path), "PATH": "", "CUDA_HOME": ""}
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    message = run.stderr.strip().splitlines()[-1]
+    assert message.startswith("minifused.errors.UserError: no nvcc found")
+    assert all(part in message for part in ("minifused[nvcc]", "CUDA_HOME", "--device cpu"))

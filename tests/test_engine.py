@@ -164,6 +164,12 @@ def test_empty_prompt_begins_a_text():
         scripted(["ab"]).encode("")
 
 
+def test_no_prompts_and_no_tokens(demo):
+    assert demo.generate([]) == []
+    with pytest.raises(UserError, match="max_new_tokens is 0"):
+        demo.generate("a", max_new_tokens=0)
+
+
 def test_truncation_keeps_the_end_of_a_prompt(demo):
     assert demo.encode("abc" * 100, truncate_to=4) == list(b"cabc")
     with pytest.raises(UserError, match=r"300 tokens.*256.*--truncate left"):
