@@ -140,15 +140,10 @@ def attention_forward(
     _require_plain(dropout, kwargs)
     _require_shapes(query, key, value)
     if is_causal is None:
-        is_causal = getattr(module, "is_causal", True) and _is_causal_config(module)
+        is_causal = getattr(module, "is_causal", True)
     _require_mask(attention_mask, query, key, is_causal)
     tensors = (x.transpose(1, 2) for x in (query, key, value))  # (B, T, H, D)
     return _ForwardOnly.apply(*tensors, attention_mask, is_causal, scaling), None
-
-
-def _is_causal_config(module: torch.nn.Module) -> bool:
-    """False if the model was made bidirectional: its layers may not know, and its mask says so."""
-    return getattr(getattr(module, "config", None), "is_causal", True) is not False
 
 
 def _require_plain(dropout: float, arguments: dict[str, Any]) -> None:
@@ -220,7 +215,7 @@ def _attend(
         return ops.attention(q, k, v, causal, scale, kv_lengths=kv_lengths)
     # The queries are the last positions. Moved alike, the valid ones still end where keys end.
     order, q_lengths = _valid_first(valid[:, -q.shape[1] :])
-    y = ops.attention(q, k, v, causal, scale, q_lengths, kv_lengths)
+    y = ops.attention(_take(q, order), k, v, causal, scale, q_lengths, kv_lengths)
     return _take(y, order.argsort(1))
 
 
