@@ -12,6 +12,7 @@ class KVCache:
     Attributes:
         keys, values: (n_layer, B, capacity, H, D), the one cache layout of all kernels.
         lengths: (B,) int32 on the device: how many positions of each row are filled.
+        ends: (B,) int32, the lengths with the positions that are being written.
         longest: the largest length of a row that goes on, as a plain int, so that the host need
             not ask the device.
     """
@@ -29,6 +30,7 @@ class KVCache:
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int32)
+        self.ends = self.lengths
         self.longest = 0
 
     @property

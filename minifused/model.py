@@ -41,12 +41,13 @@ class Attention(nn.Module):
         self.c_attn = Affine(3 * config.n_embd, config.n_embd)
         self.c_proj = Affine(config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor, residual: Tensor, cache: KVCache | None) -> Tensor:
-        """residual (B, T, C) float32 plus the attention of x (B, T, C)."""
-        qkv = ops.linear(x, self.c_attn.weight, self.c_attn.bias)  # (B, T, 3 * C)
-        qkv = rearrange(qkv, "b t (three h d) -> b t three h d", three=3, h=self.n_head)
+    def forward(self, x: Tensor, residual: Tensor, batch: int, cache: KVCache | None) -> Tensor:
+        """residual (B * T, C) float32 plus the attention of x (B * T, C)."""
+        qkv = ops.linear(x, self.c_attn.weight, self.c_attn.bias)  # (B * T, 3 * C)
+        split = "(b t) (three h d) -> b t three h d"
+        qkv = rearrange(qkv, split, b=batch, three=3, h=self.n_head)
         y = self.attend(qkv, cache)  # (B, T, H, D)
-        y = rearrange(y, "b t h d -> b t (h d)")
+        y = rearrange(y, "b t h d -> (b t) (h d)")
         return ops.linear(y, self.c_proj.weight, self.c_proj.bias, residual=residual)
 
     def attend(self, qkv: Tensor, cache: KVCache | None) -> Tensor:
@@ -56,12 +57,11 @@ class Attention(nn.Module):
         keys, values = cache.keys[self.layer], cache.values[self.layer]
         ops.append_kv(keys, values, qkv, None, cache.lengths)
         if qkv.shape[1] == 1:
-            return ops.decode_attention(qkv, keys, values, cache.lengths + 1, self.scale)
+            return ops.decode_attention(qkv, keys, values, cache.ends, self.scale)
         if cache.longest == 0:
             return ops.attention(qkv, scale=self.scale)
         q = qkv[:, :, 0]  # (B, T, H, D)
-        lengths = cache.lengths + qkv.shape[1]
-        return ops.attention(q, keys, values, scale=self.scale, kv_lengths=lengths)
+        return ops.attention(q, keys, values, scale=self.scale, kv_lengths=cache.ends)
 
 
 class MLP(nn.Module):
@@ -74,8 +74,8 @@ class MLP(nn.Module):
         self.c_proj = Affine(config.n_embd, config.inner_dim)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual (B, T, C) float32 plus the MLP of x (B, T, C)."""
-        x = ops.linear(x, self.c_fc.weight, self.c_fc.bias, self.activation)  # (B, T, inner_dim)
+        """residual (rows, C) float32 plus the MLP of x (rows, C)."""
+        x = ops.linear(x, self.c_fc.weight, self.c_fc.bias, self.activation)  # (rows, inner_dim)
         return ops.linear(x, self.c_proj.weight, self.c_proj.bias, residual=residual)
 
 
@@ -92,8 +92,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """The residual stream (B, T, C), float32, after this layer."""
-        x = self.attn(ops.layer_norm(x, self.ln_1.weight, self.ln_1.bias, self.eps), x, cache)
-        return self.mlp(ops.layer_norm(x, self.ln_2.weight, self.ln_2.bias, self.eps), x)
+        batch, length, _ = x.shape
+        x = x.flatten(0, 1)  # (B * T, C): only attention tells the rows of a batch apart
+        y = ops.layer_norm(x, self.ln_1.weight, self.ln_1.bias, self.eps)
+        x = self.attn(y, x, batch, cache)
+        x = self.mlp(ops.layer_norm(x, self.ln_2.weight, self.ln_2.bias, self.eps), x)
+        return x.view(batch, length, -1)
 
 
 def _last_valid(x: Tensor, lengths: Tensor) -> Tensor:
@@ -166,6 +170,7 @@ class GPTModel(nn.Module):
         if cache is not None:
             positions = positions + cache.lengths[:, None]  # (B, T)
             positions = positions.clamp(max=self.config.n_positions - 1)  # of rows that stand still
+            cache.ends = cache.lengths + tokens.shape[1]
         wte, wpe = self.wte["weight"], self.wpe["weight"]
         x = F.embedding(tokens, wte).float() + F.embedding(positions, wpe).float()  # (B, T, C)
         for block in self.h:

@@ -119,17 +119,22 @@ def _float32_on_cpu(launch: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _rows(x: Tensor) -> Tensor:
+    """x (..., N) as contiguous (rows, N)."""
+    x = x.contiguous()
+    return x if x.dim() == 2 else x.view(-1, x.shape[-1])
+
+
 # Linear: x (..., K) @ weight (N, K)^T
 
 
 @_float32_on_cpu
 def _launch_linear(x, weight, bias, activation, residual, *, out) -> None:
-    n, k = weight.shape
-    x = x.contiguous().view(-1, k)
+    x, out = _rows(x), _rows(out)
     bias = bias if bias is None else bias.contiguous()
-    residual = residual if residual is None else residual.contiguous().view(-1, n)
+    residual = residual if residual is None else _rows(residual)
     kernel = skinny_gemm_kernel if x.shape[0] <= MAX_SKINNY_ROWS[x.device.type] else gemm_kernel
-    kernel(x, weight.contiguous(), bias, activation, residual, out.view(-1, n))
+    kernel(x, weight.contiguous(), bias, activation, residual, out)
 
 
 def _linear_out(x, weight, bias=None, activation=None, residual=None, *, out) -> None:
@@ -434,8 +439,7 @@ def decode_attention(
 
 @_float32_on_cpu
 def _launch_softmax(x, valid, *, out) -> None:
-    n = x.shape[-1]
-    row_softmax_kernel(x.contiguous().view(-1, n), valid, out.view(-1, n))
+    row_softmax_kernel(_rows(x), valid, _rows(out))
 
 
 def _softmax_out(x, valid=None, *, out) -> None:
@@ -495,9 +499,7 @@ def softmax(
 
 @_float32_on_cpu
 def _launch_layer_norm(x, weight, bias, eps, *, out) -> None:
-    n = x.shape[-1]
-    x, out = x.contiguous().view(-1, n), out.view(-1, n)
-    layer_norm_kernel(x, weight.contiguous(), bias.contiguous(), eps, out)
+    layer_norm_kernel(_rows(x), weight.contiguous(), bias.contiguous(), eps, _rows(out))
 
 
 def _layer_norm_out(x, weight, bias, eps=1e-5, *, out) -> None:
