@@ -6,59 +6,19 @@ goes to stdout as it comes; a last line on stderr says how fast it was.
 
 import json
 import sys
-import time
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from tqdm import tqdm
-
 from minifused.completion import Completion
 from minifused.engine import BACKENDS, DEMO_FOLDER, DTYPES, GPT, Event
 from minifused.errors import UserError, run_cli
-from minifused.kernels import build
 from minifused.sampling import SamplingParams
+from minifused.timing import Timing, compile_progress, timed
 
 DEFAULT_PROMPT = "ROMEO:\n"
-
-
-@dataclass
-class Timing:
-    """Seconds of a run, without those that went into compiling kernels."""
-
-    compile_seconds: float = 0.0
-    first_token_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    steps: int = 0
-    tokens: int = 0
-
-    @property
-    def ms_per_token(self) -> float:
-        """Of a step behind the first, which gives each completion a token."""
-        return 1e3 * self.decode_seconds / max(1, self.steps - 1)
-
-    @property
-    def tokens_per_second(self) -> float:
-        seconds = self.first_token_seconds + self.decode_seconds
-        return self.tokens / seconds if seconds else 0.0
-
-    def __str__(self) -> str:
-        return (
-            f"first token {1e3 * self.first_token_seconds:.1f} ms, "
-            f"{self.ms_per_token:.3f} ms per token, "
-            f"{self.tokens_per_second:.0f} tokens/s, "
-            f"compile {self.compile_seconds:.1f} s (not counted)"
-        )
-
-    def to_dict(self) -> dict:
-        return {
-            **asdict(self),
-            "ms_per_token": self.ms_per_token,
-            "tokens_per_second": self.tokens_per_second,
-        }
 
 
 @dataclass
@@ -172,36 +132,17 @@ def encode_prompts(model: GPT, texts: list[str], args: Namespace) -> list[list[i
     return prompts
 
 
-@contextmanager
-def compile_progress() -> Iterator[None]:
-    """Count kernels on stderr while they compile, if that takes more than a second."""
-    with tqdm(desc="compiling kernels", unit="", leave=False, delay=1, file=sys.stderr) as bar:
-        build.stats.on_compile = bar.update
-        try:
-            yield
-        finally:
-            build.stats.on_compile = None
-
-
 def generate(model: GPT, run: Run, prompts: list[list[int]], args: Namespace) -> Iterator[Event]:
     """Yield each event, and keep the run's completions and timing up to date."""
     params = SamplingParams(
         args.temperature, args.top_k, args.seed, args.top_p, args.min_p, args.repetition_penalty
     )
-    timing, compiled, start = run.timing, build.stats.seconds, time.perf_counter()
     events = model.stream(
         prompts, args.max_new_tokens, params, args.num_samples, args.stop, args.ignore_eos,
         args.logprobs,
     )  # fmt: skip
-    for event in events:
+    for event in timed(events, run.timing):
         run.completions[event.index] = event.completion
-        timing.tokens += 1
-        timing.compile_seconds = build.stats.seconds - compiled
-        seconds = time.perf_counter() - start - timing.compile_seconds
-        if timing.tokens == 1:
-            timing.first_token_seconds = seconds
-        timing.decode_seconds = seconds - timing.first_token_seconds
-        timing.steps = max(timing.steps, len(event.completion.tokens))
         yield event
 
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 KERNELS = sorted((ROOT / "kernels").glob("*.py"))
 SOURCES = [*sorted((ROOT / "minifused").glob("*.py")), *sorted((ROOT / "scripts").glob("*.py"))]
 # Only these know that there are kernels: the seam all of them, the others compile statistics.
-KERNEL_USERS = {"ops.py": None, "engine.py": {"build"}, "generate.py": {"build"}}
+KERNEL_USERS = {"ops.py": None, "timing.py": {"build"}}
 
 
 def imported_modules(path):
