@@ -214,10 +214,12 @@ class Batch:
         longest = max(len(row.prompt) for row in rows)
         padded = [row.prompt + [0] * (longest - len(row.prompt)) for row in rows]
         self.tokens = torch.tensor(padded, device=device)  # (B, T)
-        self.ragged = any(len(row.prompt) != longest for row in rows)
         self.counts = torch.tensor(
             [len(row.prompt) for row in rows], dtype=torch.int32, device=device
         )
+        self.ragged = any(len(row.prompt) != longest for row in rows)
+        # Which rows self.counts lets go on by one token: none yet, if it holds unequal prompts.
+        self.going = [not self.ragged] * len(rows)
         capacity = max(len(row.prompt) + row.steps - 1 for row in rows)
         self.cache = engine.model.new_cache(len(rows), capacity)
         self.uniforms = self._uniforms(max(row.steps for row in rows))  # (steps, B)
@@ -231,8 +233,7 @@ class Batch:
         """The uniform numbers of all steps at once, by each row's own sample and position."""
         device = self.engine.device
         samples = torch.tensor([row.sample for row in self.rows], device=device)
-        starts = torch.tensor([len(row.prompt) for row in self.rows], device=device)
-        positions = starts[None, :] + torch.arange(steps, device=device)[:, None]
+        positions = self.counts[None, :] + torch.arange(steps, device=device)[:, None]
         return philox_uniform(self.params.seed, samples[None, :], positions)
 
     def logits(self) -> Tensor:
@@ -256,8 +257,8 @@ class Batch:
         going = [row.stopper.finish_reason is None for row in self.rows]
         if not any(going):
             return False
-        if isinstance(self.cache, KVCache) and (self.ragged or not all(going)):
-            self.ragged = True
+        if isinstance(self.cache, KVCache) and going != self.going:
+            self.ragged, self.going = True, going
             self.counts = torch.tensor(going, dtype=torch.int32, device=self.engine.device)
             lengths = [len(row.prompt) + self.step - 1 for row in self.rows]
             self.cache.longest = max(n for n, on in zip(lengths, going, strict=True) if on)
@@ -273,7 +274,7 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("no CUDA GPU is visible to PyTorch: use --device cpu, or check nvidia-smi")
+        raise UserError("--device cuda: PyTorch sees no GPU; use --device cpu, or check nvidia-smi")
     return torch.device(name)
 
 

@@ -18,12 +18,12 @@ from torch.nn import functional as F
 
 from minifused import checkpoint, metrics, ops, workloads
 from minifused.config import GPTConfig
+from minifused.engine import DEMO_FOLDER
 from minifused.metrics import BOUNDS, Errors
 from minifused.model import GPTModel
 from minifused.twin import Twin
 from minifused.workloads import Inputs, Workload
 
-DEMO_FOLDER = Path(__file__).parent / "assets" / "demo"
 PREFIXES = (1, 2, 63, 64, 65, 127, 128, 129)  # cached against uncached: around the tiles
 CHUNKS = ((3, 4, 1), (60, 69))
 GREEDY_STEPS = 64
@@ -225,26 +225,17 @@ def _compare(
     return judge(check, case, dtype, errors, eager_errors, bound)
 
 
-def check_linear(workload: Workload, device: torch.device, dtype: torch.dtype) -> Iterator[Result]:
-    """Either kernel of `ops.linear`."""
-    outputs = _outputs(ops.linear, eager_linear, workload, device, dtype)
-    yield _compare("linear", workload.case, dtype, outputs)
+Check = Callable[[Workload, torch.device, torch.dtype], Iterator[Result]]
 
 
-def check_attention(
-    workload: Workload, device: torch.device, dtype: torch.dtype
-) -> Iterator[Result]:
-    """`ops.attention`."""
-    outputs = _outputs(ops.attention, eager_attention, workload, device, dtype)
-    yield _compare("attention", workload.case, dtype, outputs)
+def output_check(name: str, eager_operation: Callable[..., Tensor]) -> Check:
+    """A check of the output of `ops.<name>`."""
 
+    def check(workload: Workload, device: torch.device, dtype: torch.dtype) -> Iterator[Result]:
+        outputs = _outputs(getattr(ops, name), eager_operation, workload, device, dtype)
+        yield _compare(name, workload.case, dtype, outputs)
 
-def check_decode_attention(
-    workload: Workload, device: torch.device, dtype: torch.dtype
-) -> Iterator[Result]:
-    """`ops.decode_attention`."""
-    outputs = _outputs(ops.decode_attention, eager_decode_attention, workload, device, dtype)
-    yield _compare("decode_attention", workload.case, dtype, outputs)
+    return check
 
 
 def check_append_kv(
@@ -275,16 +266,12 @@ def check_softmax(workload: Workload, device: torch.device, dtype: torch.dtype) 
     yield _compare("softmax sums", workload.case, dtype, outputs)
 
 
-def check_layer_norm(
-    workload: Workload, device: torch.device, dtype: torch.dtype
-) -> Iterator[Result]:
-    """`ops.layer_norm`."""
-    outputs = _outputs(ops.layer_norm, eager_layer_norm, workload, device, dtype)
-    yield _compare("layer_norm", workload.case, dtype, outputs)
-
-
 Task = Callable[[], Iterator[Result]]
-Check = Callable[[Workload, torch.device, torch.dtype], Iterator[Result]]
+
+check_linear = output_check("linear", eager_linear)
+check_attention = output_check("attention", eager_attention)
+check_decode_attention = output_check("decode_attention", eager_decode_attention)
+check_layer_norm = output_check("layer_norm", eager_layer_norm)
 
 # Each check with its workloads everywhere, and those it has on a GPU as well.
 OPERATIONS: dict[str, tuple[Check, Sequence[Workload], Sequence[Workload]]] = {

@@ -15,10 +15,10 @@ import torch
 from tqdm import tqdm
 
 from minifused import parity
-from minifused.errors import UserError, run_cli
+from minifused.engine import DEMO_FOLDER, DTYPES, resolve_device
+from minifused.errors import run_cli
 from minifused.parity import Result
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TITLES = ("check", "case", "dtype", "max error", "RMS error", "eager RMS", "ratio", "bound", "")
 
 
@@ -31,16 +31,9 @@ def parse_args(argv: list[str] | None) -> Namespace:
     text = f"repeatable; default: all of {', '.join(parity.CHECKS)}"
     p.add_argument("--check", action="append", choices=parity.CHECKS, metavar="NAME", help=text)
     text = "a model folder; default: the bundled one"
-    p.add_argument("--model", type=Path, default=parity.DEMO_FOLDER, metavar="DIR", help=text)
+    p.add_argument("--model", type=Path, default=DEMO_FOLDER, metavar="DIR", help=text)
     p.add_argument("--json", action="store_true", help="print one JSON document, not a table")
     return p.parse_args(argv)
-
-
-def pick_device(name: str) -> torch.device:
-    """The device that `--device` means."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: PyTorch sees no GPU; use --device cpu")
-    return torch.device("cuda" if torch.cuda.is_available() and name != "cpu" else "cpu")
 
 
 def pick_dtypes(names: list[str] | None, device: torch.device) -> list[torch.dtype]:
@@ -87,7 +80,7 @@ def document(results: Sequence[Result], device: torch.device, model: Path) -> st
 def main(argv: list[str] | None = None) -> int:
     """Run the checks and print them; returns 1 if one failed, otherwise 0."""
     args = parse_args(argv)
-    device = pick_device(args.device)
+    device = resolve_device(args.device)
     dtypes = pick_dtypes(args.dtype, device)
     checks = [name for name in parity.CHECKS if name in (args.check or parity.CHECKS)]
     running = parity.run(device, dtypes, args.model, checks)

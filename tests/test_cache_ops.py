@@ -183,16 +183,16 @@ def test_lengths_beyond_the_capacity_mean_all_of_it(device, dtype):
     full, beyond = (
         ops.decode_attention(q, *caches, int32(n, n, device=device)) for n in (CAPACITY, 1 << 30)
     )
-    assert torch.equal(full, beyond)
+    assert torch.equal(full, beyond) and full.count_nonzero() > 0.9 * full.numel()
 
 
 @on_each_device
 def test_decode_equals_attention_of_one_query(device):
     draw, lengths = normal(device), int32(9, 33, device=device)
     q, k, v = draw(2, 1, 2, 8), draw(2, CAPACITY, 2, 8), draw(2, CAPACITY, 2, 8)
-    torch.testing.assert_close(
-        ops.decode_attention(q, k, v, lengths), ops.attention(q, k, v, kv_lengths=lengths)
-    )
+    decoded = ops.decode_attention(q, k, v, lengths)
+    torch.testing.assert_close(decoded, ops.attention(q, k, v, kv_lengths=lengths))
+    assert decoded.all()
 
 
 @on_each_device
@@ -204,6 +204,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device):
         part = slice(row, row + 1)
         alone = ops.decode_attention(q[part], k[part], v[part], lengths[part])
         assert torch.equal(alone, both[part])
+    assert both.all()
 
 
 @on_each_device

@@ -79,13 +79,14 @@ def test_positions_matter_and_are_not_off_by_one():
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 129])
 def test_one_cached_step_equals_one_pass(demo, length):
-    model, _ = demo
+    model, twin = demo
     tokens = random_tokens(model.config, 2, length, device=device_of(model))
     cache = model.new_cache(2, length)
     if length > 1:
         model(tokens[:, :-1], cache)
     step = model(tokens[:, -1:], cache)
     torch.testing.assert_close(step, model(tokens)[:, -1:], rtol=0, atol=1e-4)
+    torch.testing.assert_close(step, twin(tokens)[:, -1:], rtol=0, atol=1e-4)
     assert cache.lengths.tolist() == [length, length] and cache.longest == length
 
 
@@ -118,11 +119,11 @@ def test_64_greedy_tokens_equal_the_twins_and_compile_nothing_after_the_first(de
 
 
 def test_a_row_of_a_batch_equals_the_row_alone(demo):
-    model, _ = demo
+    model, twin = demo
     prompts = random_tokens(model.config, 3, 17, device=device_of(model))
     together = greedy(model, prompts, 16)
     alone = torch.cat([greedy(model, row[None], 16) for row in prompts])
-    assert together.tolist() == alone.tolist()
+    assert together.tolist() == alone.tolist() == greedy(twin, prompts, 16).tolist()
 
 
 class Recorder(TorchDispatchMode):
@@ -163,10 +164,11 @@ def test_no_heavy_aten_operator_runs_in_the_fused_forward(demo):
 
 
 def test_compiles_into_one_graph():
-    model, _ = random_pair(SMALL)
+    model, twin = random_pair(SMALL)
     tokens = random_tokens(SMALL, 2, 20)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(tokens), model(tokens), rtol=0, atol=1e-5)
+    torch.testing.assert_close(compiled(tokens), twin(tokens), rtol=0, atol=1e-4)
 
 
 def test_refuses_more_positions_than_there_are():
