@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ LAYER = re.compile(r"h\.(\d+)\.")
 TABLES = ("wte.weight", "wpe.weight", "lm_head.weight")
 CONV1D_WEIGHT = re.compile(r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight")
 
+Place = tuple[Path, str]  # a file, and the name of a tensor in it
+
 
 def load_config(folder: Path) -> GPTConfig:
     """Read the configuration of a model folder.
@@ -51,38 +53,39 @@ def load_config(folder: Path) -> GPTConfig:
         raise UserError(message if str(path) in message else f"{path}: {message}") from None
 
 
-def load_weights(folder: Path, config: GPTConfig) -> dict[str, Tensor]:
-    """Read all weights of a model folder, in their stored dtype, on the CPU.
+def load_weights(
+    folder: Path,
+    config: GPTConfig,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """All weights of a model folder: what `iter_weights` yields, as a dictionary."""
+    return dict(_read_all(_locate(Path(folder), config), device, dtype))
 
-    The embeddings and the head are mapped from the file and all others are copies: together they
-    take about the size of the file. The weights are checked against `expected_shapes(config)`
-    before any is read. Tensors that no GPT-2 has are left out, with a warning that lists them.
+
+def iter_weights(
+    folder: Path,
+    config: GPTConfig,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Read the weights of a model folder one at a time, so that none need be held twice.
+
+    All are checked against `expected_shapes(config)` before this returns. Tensors that no GPT-2 has
+    are left out, with a warning that lists them.
+
+    Args:
+        device, dtype: where the tensors go and in what dtype; None keeps the stored one. Where
+            neither changes, the embeddings and the head stay mapped from the file.
 
     Returns:
-        Tensors under the twin's names, weights (out, in): what `Twin.load_state_dict` takes.
+        Pairs of the twin's name and the tensor, weights (out, in), as `nn.Linear` holds them.
 
     Raises:
         UserError: a file is missing or damaged, or a tensor is missing or misshapen, or the
             weights have more layers than `config`.
     """
-    files = _tensor_files(Path(folder))
-    names = _twin_names(files)
-    head = names.pop("lm_head.weight", None) if config.tie_word_embeddings else None
-    if head is not None:  # one tensor, stored under either name or under both
-        names.setdefault("wte.weight", head)
-    names = _known_names(names, config, Path(folder))
-    with ExitStack() as stack:
-        paths = sorted(set(files.values()))
-        handles = {path: stack.enter_context(_open(path)) for path in paths}
-        for name, stored in names.items():
-            _check_tensor(handles[files[stored]], name, stored, files[stored], config)
-        tensors = {
-            name: _read(handles[files[stored]], name, stored, files[stored])
-            for name, stored in names.items()
-        }
-        if head is not None and head != names["wte.weight"]:
-            _check_head(handles[files[head]], head, files[head], tensors["wte.weight"])
-    return tensors
+    return _read_all(_locate(Path(folder), config), device, dtype)
 
 
 def save(
@@ -178,6 +181,25 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     return {name: folder / file for name, file in weight_map.items()}
 
 
+def _locate(folder: Path, config: GPTConfig) -> dict[str, Place]:
+    """Where each weight of the model is, after checking that all are there and fit."""
+    files = _tensor_files(folder)
+    names = _twin_names(files)
+    head = names.pop("lm_head.weight", None) if config.tie_word_embeddings else None
+    if head is not None:  # one tensor, stored under either name or under both
+        names.setdefault("wte.weight", head)
+    names = _known_names(names, config, folder)
+    places = {name: (files[stored], stored) for name, stored in names.items()}
+    with ExitStack() as stack:
+        paths = sorted(set(files.values()))
+        handles = {path: stack.enter_context(_open(path)) for path in paths}
+        for name, (path, stored) in places.items():
+            _check_tensor(handles[path], name, stored, path, config)
+    if head is not None and head != names["wte.weight"]:
+        _check_head((files[head], head), places["wte.weight"])
+    return places
+
+
 def _twin_names(files: Mapping[str, Path]) -> dict[str, str]:
     """Map the twin's name of each tensor to its stored name; mask buffers are left out."""
     names: dict[str, str] = {}
@@ -210,7 +232,7 @@ def _known_names(names: Mapping[str, str], config: GPTConfig, folder: Path) -> d
         )
     if unknown:
         listed = _some(list(unknown.values()), limit=20)
-        warnings.warn(f"{folder}: tensors unknown to GPT-2 are ignored: {listed}", stacklevel=3)
+        warnings.warn(f"{folder}: tensors unknown to GPT-2 are ignored: {listed}", stacklevel=4)
     return {name: names[name] for name in expected}
 
 
@@ -234,23 +256,32 @@ def _check_tensor(handle: safe_open, name: str, stored: str, path: Path, config:
         raise UserError(f"{path}: {stored} is {view.get_dtype()}; only {kinds} can be read")
 
 
-def _read(handle: safe_open, name: str, stored: str, path: Path) -> Tensor:
-    """A tensor as the twin has it: mapped by `handle`, or a copy."""
-    if name in TABLES:
-        return handle.get_tensor(stored)
+def _read_all(
+    places: Mapping[str, Place], device: torch.device | str, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    for name, place in places.items():
+        yield name, _read(name, place, device, dtype)
+
+
+def _read(name: str, place: Place, device: torch.device | str, dtype: torch.dtype | None) -> Tensor:
+    path, stored = place
     with _open(path) as own:  # a mapping that ends here, and its pages and their neighbours with it
         tensor = own.get_tensor(stored)
-        return tensor.clone() if tensor.ndim == 1 else _transpose_conv1d(name, tensor)
+        moved = tensor.to(device, dtype)  # first, as a GPU transposes faster
+        if CONV1D_WEIGHT.fullmatch(name):
+            return moved.t().contiguous()
+        # A small tensor that stayed mapped would keep pages of its neighbours.
+        return moved.clone() if moved is tensor and name not in TABLES else moved
 
 
-def _check_head(handle: safe_open, head: str, path: Path, table: Tensor) -> None:
+def _check_head(head: Place, table: Place) -> None:
     """Warn of a stored head that is not the token table, though the config ties the two."""
-    stored = handle.get_tensor(head)
-    if stored.dtype != table.dtype or not torch.equal(stored, table):
+    stored, tied = (_read("lm_head.weight", place, "cpu", None) for place in (head, table))
+    if stored.dtype != tied.dtype or not torch.equal(stored, tied):
         warnings.warn(
-            f"{path}: {head} differs from wte.weight and is ignored, as tie_word_embeddings is "
-            f"true; set it to false in {CONFIG_FILE} to use it",
-            stacklevel=3,
+            f"{head[0]}: {head[1]} differs from wte.weight and is ignored, as tie_word_embeddings "
+            f"is true; set it to false in {CONFIG_FILE} to use it",
+            stacklevel=4,
         )
 
 

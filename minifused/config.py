@@ -1,7 +1,7 @@
 """The model's shape, under the field names of GPT-2's config.json."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from minifused.errors import UserError
@@ -13,6 +13,8 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "relu": "relu",
 }
+
+END_OF_TEXT_ID = 50256  # in GPT-2's own vocabulary
 
 # Options of GPT-2 configurations that would change the numbers: the only value supported.
 REQUIRED_OPTIONS = {"add_cross_attention": False}
@@ -111,7 +113,14 @@ class GPTConfig:
             value = values.get(name, required)
             remedy = f"only {name}={required} is supported"
             _require(value is required, name, value, remedy)
-        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        config = cls(**known)
+        # Missing ids are those of GPT-2's <|endoftext|>, if the table has that row.
+        if config.vocab_size > END_OF_TEXT_ID:
+            absent = {"bos_token_id", "eos_token_id"} - known.keys()
+            ids: dict[str, Any] = dict.fromkeys(absent, END_OF_TEXT_ID)
+            config = replace(config, **ids)
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of a config.json that GPT-2 loaders understand."""
@@ -133,7 +142,11 @@ def _require(valid: bool, name: str, value: object, remedy: str) -> None:
 
 PRESETS: dict[str, GPTConfig] = {
     name: GPTConfig(
-        n_embd=n_embd, n_layer=n_layer, n_head=n_head, bos_token_id=50256, eos_token_id=50256
+        n_embd=n_embd,
+        n_layer=n_layer,
+        n_head=n_head,
+        bos_token_id=END_OF_TEXT_ID,
+        eos_token_id=END_OF_TEXT_ID,
     )
     for name, n_embd, n_layer, n_head in (
         ("gpt2", 768, 12, 12),

@@ -69,31 +69,28 @@ class GPT:
         precision = resolve_dtype(dtype, where)
         config = checkpoint.load_config(folder)
         tokenizer = load_tokenizer(folder, config)
-        weights = checkpoint.load_weights(folder, config)
-        if backend == "tilelang":
-            model = GPTModel.from_weights(config, weights, where, precision)
-            return cls(model, tokenizer, ops.softmax, where, precision)
-        twin = Twin(config).eval().requires_grad_(False)
-        twin.load_state_dict(weights)
-        return cls(twin.to(where, precision), tokenizer, _torch_softmax, where, precision)
+        model = load_model(folder, config, backend, where, precision)
+        softmax = ops.softmax if backend == "tilelang" else _torch_softmax
+        return cls(model, tokenizer, softmax, where, precision)
 
     @property
     def config(self) -> GPTConfig:
         return self.model.config
 
-    def encode(self, prompt: str, truncate_to: int | None = None) -> list[int]:
+    def tokenize(self, prompt: str, special: bool = True) -> list[int]:
         """The tokens of a prompt; an empty one stands for the token that begins a text.
 
         Args:
-            truncate_to: keep only the last so many tokens.
+            special: `<|endoftext|>` spelled out in the prompt is that token; False: plain text.
 
         Raises:
-            UserError: the prompt is longer than the context, or empty and no token begins a text.
+            UserError: the prompt is empty and no token begins a text.
         """
-        tokens = self.tokenizer.encode(prompt) or self._begin_of_text()
-        if truncate_to is not None:
-            tokens = tokens[-truncate_to:]
-        limit = self.config.n_positions
+        return self.tokenizer.encode(prompt, special) or self._begin_of_text()
+
+    def encode(self, prompt: str, special: bool = True) -> list[int]:
+        """The tokens of a prompt, as `tokenize`; raises UserError where the context is shorter."""
+        tokens, limit = self.tokenize(prompt, special), self.config.n_positions
         if len(tokens) > limit:
             raise UserError(
                 f"the prompt has {len(tokens)} tokens but the model's context {limit}: "
@@ -102,26 +99,39 @@ class GPT:
         return tokens
 
     def _begin_of_text(self) -> list[int]:
-        config = self.config
-        token = config.eos_token_id if config.bos_token_id is None else config.bos_token_id
-        if token is None:
-            raise UserError("the prompt is empty: give at least one character to go on from")
-        return [token]
+        ids = (self.config.bos_token_id, self.config.eos_token_id, self.tokenizer.end_of_text)
+        for token in ids:
+            if token is not None:
+                return [token]
+        raise UserError("the prompt is empty: give at least one character to go on from")
 
     def room(self, prompt: Sequence[int]) -> int:
         """How many tokens can follow a prompt: the last one needs no position of its own."""
         return self.config.n_positions - len(prompt) + 1
 
-    def generate(self, prompts: str | Sequence[str], **options: Any) -> list[Completion]:
-        """Complete one prompt or many; the options are those of `stream`.
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        on_event: Callable[[Event], object] | None = None,
+        special: bool = True,
+        **options: Any,
+    ) -> list[Completion]:
+        """Complete one prompt or many.
+
+        Args:
+            on_event: called with each Event as it comes, in the order in which tokens are chosen.
+            special: `<|endoftext|>` spelled out in a prompt is that token; False: plain text.
+            **options: those of `stream`.
 
         Returns:
             num_samples completions of the first prompt, then of the second, and so on.
         """
         texts = [prompts] if isinstance(prompts, str) else prompts
         done: dict[int, Completion] = {}
-        for event in self.stream([self.encode(text) for text in texts], **options):
+        for event in self.stream([self.encode(text, special) for text in texts], **options):
             done[event.index] = event.completion
+            if on_event is not None:
+                on_event(event)
         return [done[index] for index in sorted(done)]
 
     def stream(
@@ -178,10 +188,19 @@ class GPT:
     def _run(
         self, rows: list["Row"], params: SamplingParams, with_logprobs: bool
     ) -> Iterator[Event]:
-        batch = Batch(self, rows, params)
+        batch = Batch(
+            self.model,
+            self.softmax,
+            self.tokenizer.vocab_size,
+            self.device,
+            prompts=[row.prompt for row in rows],
+            samples=[row.sample for row in rows],
+            steps=[row.steps for row in rows],
+            params=params,
+        )
         for step in range(max(row.steps for row in rows)):
             logits = batch.logits()  # (B, V)
-            check_logits(logits, step)
+            check_logits(logits, step, [row.index for row in rows])
             tokens = batch.choose(logits)  # (B,)
             scores = logprobs(logits, tokens).tolist() if with_logprobs else None
             ids = tokens.tolist()
@@ -190,8 +209,10 @@ class GPT:
                     score = None if scores is None else scores[position]
                     text = row.stopper.push(ids[position], score, row.steps)
                     yield Event(row.index, text, row.stopper.completion)
-            if not batch.keep_unfinished():
+            going = [row.stopper.finish_reason is None for row in rows]
+            if not any(going):
                 return
+            batch.keep(going)
 
 
 @dataclass
@@ -206,63 +227,87 @@ class Row:
 
 
 class Batch:
-    """The device's side of some rows: cache, next tokens, random numbers, tokens seen."""
+    """The device's side of some rows: cache, next tokens, random numbers, tokens seen.
 
-    def __init__(self, engine: GPT, rows: list[Row], params: SamplingParams):
-        self.engine, self.rows, self.params, self.step = engine, rows, params, 0
-        device = engine.device
-        longest = max(len(row.prompt) for row in rows)
-        padded = [row.prompt + [0] * (longest - len(row.prompt)) for row in rows]
-        self.tokens = torch.tensor(padded, device=device)  # (B, T)
-        self.counts = torch.tensor(
-            [len(row.prompt) for row in rows], dtype=torch.int32, device=device
-        )
-        self.ragged = any(len(row.prompt) != longest for row in rows)
+    Args:
+        softmax: over the last dimension, of what is drawn from.
+        vocab_size: how many of the model's tokens may be chosen, the first ones.
+        prompts, samples, steps: of each row its tokens, the number of its random stream, and how
+            many tokens it may get.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel | Twin,
+        softmax: Callable[[Tensor], Tensor],
+        vocab_size: int,
+        device: torch.device,
+        *,
+        prompts: Sequence[Sequence[int]],
+        samples: Sequence[int],
+        steps: Sequence[int],
+        params: SamplingParams,
+    ):
+        self.model, self.softmax, self.vocab_size, self.params = model, softmax, vocab_size, params
+        self.device, self.step = device, 0
+        self.lengths = [len(prompt) for prompt in prompts]
+        longest = max(self.lengths)
+        padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+        self.tokens = torch.tensor(padded, device=self.device)  # (B, T)
+        self.counts = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
+        self.ragged = any(length != longest for length in self.lengths)
         # Which rows self.counts lets go on by one token: none yet, if it holds unequal prompts.
-        self.going = [not self.ragged] * len(rows)
-        capacity = max(len(row.prompt) + row.steps - 1 for row in rows)
-        self.cache = engine.model.new_cache(len(rows), capacity)
-        self.uniforms = self._uniforms(max(row.steps for row in rows))  # (steps, B)
+        self.going = [not self.ragged] * len(prompts)
+        capacity = max(n + count - 1 for n, count in zip(self.lengths, steps, strict=True))
+        self.cache = model.new_cache(len(prompts), capacity)
+        self.uniforms = self._uniforms(samples, max(steps))  # (steps, B)
         self.seen = None
         if params.repetition_penalty != 1.0:
-            shape = (len(rows), engine.tokenizer.vocab_size)
-            self.seen = torch.zeros(shape, dtype=torch.bool, device=device)
+            shape = (len(prompts), vocab_size)
+            self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
             mark_seen(self.seen, self.tokens, self.counts)
 
-    def _uniforms(self, steps: int) -> Tensor:
+    def _uniforms(self, samples: Sequence[int], steps: int) -> Tensor:
         """The uniform numbers of all steps at once, by each row's own sample and position."""
-        device = self.engine.device
-        samples = torch.tensor([row.sample for row in self.rows], device=device)
-        positions = self.counts[None, :] + torch.arange(steps, device=device)[:, None]
-        return philox_uniform(self.params.seed, samples[None, :], positions)
+        streams = torch.tensor(samples, device=self.device)
+        positions = self.counts[None, :] + torch.arange(steps, device=self.device)[:, None]
+        return philox_uniform(self.params.seed, streams[None, :], positions)
 
     def logits(self) -> Tensor:
-        """Run the model on the next tokens: (B, V) float32, V the tokenizer's vocabulary."""
+        """Run the model on the next tokens: (B, V) float32, V the tokens that may be chosen."""
         ragged = {"lengths": self.counts} if self.ragged else {}
-        logits = self.engine.model(self.tokens, self.cache, last_only=True, **ragged)
-        return logits[:, -1, : self.engine.tokenizer.vocab_size]
+        logits = self.model(self.tokens, self.cache, last_only=True, **ragged)
+        return logits[:, -1, : self.vocab_size]
 
     def choose(self, logits: Tensor) -> Tensor:
         """The next token of each row, (B,) int64."""
-        uniforms = self.uniforms[self.step]
-        chosen = sample(logits, self.params, uniforms, self.engine.softmax, self.seen)
+        chosen = sample(logits, self.params, self.uniforms[self.step], self.softmax, self.seen)
         if self.seen is not None:
             mark_seen(self.seen, chosen[:, None])
         self.tokens = chosen[:, None]
         self.step += 1
         return chosen
 
-    def keep_unfinished(self) -> bool:
-        """Let finished rows stand still; whether any goes on."""
-        going = [row.stopper.finish_reason is None for row in self.rows]
-        if not any(going):
-            return False
+    def keep(self, going: list[bool]) -> None:
+        """Let the rows that have finished stand still; one at least goes on."""
         if isinstance(self.cache, KVCache) and going != self.going:
             self.ragged, self.going = True, going
-            self.counts = torch.tensor(going, dtype=torch.int32, device=self.engine.device)
-            lengths = [len(row.prompt) + self.step - 1 for row in self.rows]
-            self.cache.longest = max(n for n, on in zip(lengths, going, strict=True) if on)
-        return True
+            self.counts = torch.tensor(going, dtype=torch.int32, device=self.device)
+            filled = [length + self.step - 1 for length in self.lengths]
+            self.cache.longest = max(n for n, on in zip(filled, going, strict=True) if on)
+
+
+def load_model(
+    folder: Path, config: GPTConfig, backend: str, device: torch.device, dtype: torch.dtype
+) -> GPTModel | Twin:
+    """The weights of a folder in a model, each read straight to its device and dtype."""
+    weights = checkpoint.iter_weights(folder, config, device, dtype)
+    if backend == "tilelang":
+        return GPTModel.from_weights(config, weights, device, dtype)
+    with torch.device("meta"):
+        twin = Twin(config).eval()
+    twin.load_state_dict(dict(weights), assign=True)
+    return twin.requires_grad_(False)
 
 
 def _torch_softmax(logits: Tensor) -> Tensor:

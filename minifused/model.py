@@ -4,7 +4,7 @@ Attributes carry the names of GPT-2's checkpoints; weights are (out, in) as in `
 residual stream is float32 whatever the dtype of the weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from einops import rearrange
@@ -124,17 +124,22 @@ class GPTModel(nn.Module):
     def from_weights(
         cls,
         config: GPTConfig,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> "GPTModel":
-        """A model with the weights of a checkpoint or of the twin's `state_dict()`."""
+        """A model with the weights of a checkpoint or of the twin's `state_dict()`.
+
+        Weights that come one by one, as from `checkpoint.iter_weights`, are never all held twice.
+        """
         with torch.device("meta"):
             model = cls(config)
-        state = {name: w.to(device=device, dtype=dtype) for name, w in weights.items()}
-        for name in state.keys() & {"wte.weight", "lm_head.weight"}:
-            pad = -state[name].shape[0] % VOCAB_MULTIPLE
-            state[name] = F.pad(state[name], (0, 0, 0, pad)).contiguous()
+        state = {}
+        for name, weight in weights.items() if isinstance(weights, Mapping) else weights:
+            weight = weight.to(device=device, dtype=dtype)
+            if name in ("wte.weight", "lm_head.weight"):
+                weight = F.pad(weight, (0, 0, 0, -weight.shape[0] % VOCAB_MULTIPLE))
+            state[name] = weight.contiguous()
         model.load_state_dict(state, assign=True)
         return model.requires_grad_(False).eval()
 

@@ -5,7 +5,7 @@ token depends on its own row alone: the same on CPU and CUDA, eager and captured
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -261,13 +261,14 @@ def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     return (chosen - total.log()).to(torch.float32)
 
 
-def check_logits(logits: Tensor, step: int) -> None:
+def check_logits(logits: Tensor, step: int, names: Sequence[int] | None = None) -> None:
     """Raises FloatingPointError unless each row of logits (B, V) has a finite maximum.
 
-    The message names `step` and the first bad row: one with a NaN, a +inf, or nothing but -inf.
-    Waits for the device, so the caller chooses how often to look.
+    The message names `step` and the first bad row, by `names` if given: one with a NaN, a +inf, or
+    nothing but -inf. Waits for the device, so the caller chooses how often to look.
     """
     bad = ~logits.amax(dim=-1).isfinite()  # amax passes a NaN on
     if bad.any():
         row = int(bad.nonzero()[0, 0])
+        row = row if names is None else names[row]
         raise FloatingPointError(f"logits are not finite at step {step}, row {row}")

@@ -46,6 +46,7 @@ class ByteTokenizer:
     """The 256 bytes of UTF-8 as a vocabulary; it has no special tokens."""
 
     vocab_size = 256
+    end_of_text = None
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text, which may be empty; `special` changes nothing.
@@ -75,13 +76,15 @@ class BPETokenizer:
 
     Attributes:
         vocab_size: one more than the largest id, special tokens included.
+        end_of_text: the id of `<|endoftext|>`, or None.
     """
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer"):
         """Take a tokenizer with a byte-level BPE model; its truncation and padding are undone."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        if tokenizer.token_to_id(END_OF_TEXT) is not None:  # as GPT-2's own class does
+        self.end_of_text: int | None = tokenizer.token_to_id(END_OF_TEXT)
+        if self.end_of_text is not None:  # as GPT-2's own class does
             tokenizer.add_special_tokens([END_OF_TEXT])
         self._tokenizer = tokenizer
         self._bytes = _bytes_of_tokens(tokenizer)
@@ -153,6 +156,12 @@ def load_tokenizer(folder: Path, config: GPTConfig) -> Tokenizer:
             f"{folder / found[0]}: the tokenizer has {tokenizer.vocab_size} tokens, but the "
             f"model's vocab_size is {config.vocab_size}; use the tokenizer of this model"
         )
+    for name in ("bos_token_id", "eos_token_id"):
+        if (getattr(config, name) or 0) >= tokenizer.vocab_size:
+            raise UserError(
+                f"{folder}: {name} is {getattr(config, name)}, but the tokenizer has "
+                f"{tokenizer.vocab_size} tokens; correct config.json, or set it to null there"
+            )
     return tokenizer
 
 

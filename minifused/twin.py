@@ -17,23 +17,32 @@ class TwinCache:
 
     Attributes:
         keys, values: (n_layer, B, H, max_length, D), in the dtype and on the device of the weights.
-        length: how many positions are filled, the same for all rows.
+        capacity: how many positions there are.
+        length: how many of them are filled, the same for all rows.
     """
 
     def __init__(self, shape: tuple[int, ...], like: Tensor):
         self.keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self.values = torch.zeros_like(self.keys)
-        self.length = 0
+        self.capacity, self.length = shape[3], 0
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write (B, H, T, D) keys and values behind `length`; return all, (B, H, length + T, D).
+    def positions(self, count: int) -> Tensor:
+        """Where the next `count` tokens of each row are: (count,) int64."""
+        return torch.arange(self.length, self.length + count, device=self.keys.device)
 
-        `length` stays as it is: it moves once all layers have written.
-        """
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float
+    ) -> Tensor:
+        """Write (B, H, T, D) keys and values behind `length`, and attend to all there are."""
         end = self.length + k.shape[2]
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        k, v = self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        return causal_attention(q, k, v, dropout_p, scale)
+
+    def advance(self, count: int) -> None:
+        """Count the new positions, once all layers have written them."""
+        self.length += count
 
 
 def causal_attention(
@@ -68,10 +77,11 @@ class Attention(nn.Module):
         """Attend from each position of x, (B, T, C), to those up to it, cached ones included."""
         qkv = self.c_attn(x)  # (B, T, 3 * C)
         q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=self.n_head)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)  # (B, H, cached + T, D)
         dropout_p = self.attn_pdrop if self.training else 0.0
-        y = causal_attention(q, k, v, dropout_p, self.scale)  # (B, H, T, D)
+        if cache is None:
+            y = causal_attention(q, k, v, dropout_p, self.scale)  # (B, H, T, D)
+        else:
+            y = cache.attend(self.layer, q, k, v, dropout_p, self.scale)
         y = rearrange(y, "b h t d -> b t (h d)")
         return self.resid_dropout(self.c_proj(y))  # (B, T, C)
 
@@ -160,19 +170,21 @@ class Twin(nn.Module):
         Raises:
             ValueError: there are more positions than the model or the cache has.
         """
-        start = 0 if cache is None else cache.length
-        end = start + tokens.shape[1]
+        count = tokens.shape[1]
+        end = count if cache is None else cache.length + count
         limit = self.config.n_positions
         if cache is not None:
-            limit = min(limit, cache.keys.shape[3])
+            limit = min(limit, cache.capacity)
         if end > limit:
             raise ValueError(f"{end} positions, but the model or its cache ends at {limit}")
-        positions = torch.arange(start, end, device=tokens.device)  # (T,)
+        positions = torch.arange(count, device=tokens.device)  # (T,)
+        if cache is not None:
+            positions = cache.positions(count)
         x = self.drop(self.wte(tokens) + self.wpe(positions))  # (B, T, C)
         for block in self.h:
             x = block(x, cache)
         if cache is not None:
-            cache.length = end
+            cache.advance(count)
         x = self.ln_f(x[:, -1:] if last_only else x)
         head = self.wte if self.config.tie_word_embeddings else self.lm_head
         logits = F.linear(x, head.weight)  # (B, T or 1, vocab_size)

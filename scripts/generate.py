@@ -72,6 +72,11 @@ def add_prompt_flags(p: ArgumentParser) -> None:
         help='a prompt a line, or with the ending .jsonl a {"prompt": "…"} a line',
     )
     p.add_argument(
+        "--plain-prompt",
+        action="store_true",
+        help="take <|endoftext|> in a prompt as text, not as the token that ends one",
+    )
+    p.add_argument(
         "--truncate",
         choices=("never", "left"),
         default="never",
@@ -121,15 +126,16 @@ def read_json_prompt(path: Path, number: int, line: str) -> str:
 
 def encode_prompts(model: GPT, texts: list[str], args: Namespace) -> list[list[int]]:
     """Tokens of the prompts; with --truncate left no more than leave room for the new ones."""
+    special = not args.plain_prompt
     if args.truncate == "never":
-        return [model.encode(text) for text in texts]
+        return [model.encode(text, special) for text in texts]
     most = max(1, model.config.n_positions - args.max_new_tokens + 1)
-    prompts = [model.encode(text, truncate_to=most) for text in texts]
-    for text, tokens in zip(texts, prompts, strict=True):
-        dropped = len(model.tokenizer.encode(text)) - len(tokens)
-        if dropped > 0:
-            print(f"note: dropped the first {dropped} tokens of a prompt", file=sys.stderr)
-    return prompts
+    prompts = [model.tokenize(text, special) for text in texts]
+    for tokens in prompts:
+        if len(tokens) > most:
+            note = f"note: dropped the first {len(tokens) - most} tokens of a prompt"
+            print(note, file=sys.stderr)
+    return [tokens[-most:] for tokens in prompts]
 
 
 def generate(model: GPT, run: Run, prompts: list[list[int]], args: Namespace) -> Iterator[Event]:

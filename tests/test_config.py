@@ -41,10 +41,22 @@ def test_activation_names(name, form):
     assert GPTConfig(activation_function=name).activation == form
 
 
-def test_missing_keys_take_the_defaults_of_gpt2():
-    config = GPTConfig.from_dict({"n_embd": 1024, "n_head": 16, "n_inner": None, "n_ctx": 512})
+@pytest.mark.parametrize("inner", [{}, {"n_inner": None}], ids=["absent", "null"])
+def test_missing_keys_take_the_defaults_of_gpt2(inner):
+    config = GPTConfig.from_dict({"n_embd": 1024, "n_head": 16, "n_ctx": 512, **inner})
     assert (config.inner_dim, config.n_positions, config.activation) == (4096, 1024, "gelu_tanh")
     assert config.tie_word_embeddings
+
+
+def test_missing_special_ids_are_those_of_gpt2_where_the_table_has_them():
+    for vocab_size, given, ids in (
+        (50257, {}, (50256, 50256)),
+        (50256, {}, (None, None)),
+        (50304, {"eos_token_id": None}, (50256, None)),
+        (50304, {"bos_token_id": 7, "eos_token_id": 9}, (7, 9)),
+    ):
+        config = GPTConfig.from_dict({"vocab_size": vocab_size, **given})
+        assert (config.bos_token_id, config.eos_token_id) == ids
 
 
 def test_inner_dim_follows_n_inner():
@@ -121,4 +133,4 @@ def test_options_that_change_the_numbers_are_refused(option, value):
 
 def test_harmless_options_are_ignored():
     values = {"reorder_and_upcast_attn": True, "use_cache": False, "summary_type": "mean"}
-    assert GPTConfig.from_dict(values) == GPTConfig()
+    assert GPTConfig.from_dict(values) == GPTConfig.from_dict({})

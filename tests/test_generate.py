@@ -88,9 +88,10 @@ def test_a_sample_is_the_same_in_any_batch_and_at_any_time(capsys):
     assert generate(capsys, "--max-new-tokens=30", "--seed=8")["completions"] != one
 
 
-def test_temperature_0_and_top_k_1_are_greedy(capsys):
+def test_temperature_0_or_nearly_and_top_k_1_are_greedy(capsys):
     cold = generate(capsys, "--max-new-tokens=20", "--temperature=0")["completions"]
-    assert generate(capsys, "--max-new-tokens=20", "--top-k=1", "--seed=9")["completions"] == cold
+    for flag in ("--top-k=1", "--temperature=1e-6", "--temperature=1e-300"):
+        assert generate(capsys, "--max-new-tokens=20", flag, "--seed=9")["completions"] == cold
 
 
 def test_global_random_state_is_untouched(capsys):
@@ -121,6 +122,34 @@ def test_stops_where_the_context_ends(capsys):
     assert "context of 256" in capsys.readouterr().err
 
 
+def test_truncate_left_leaves_room_for_the_new_tokens(capsys):
+    prompt = "".join(chr(97 + i % 23) for i in range(300))
+    flags = ["--max-new-tokens=50", "--truncate=left"]
+    SCRIPT["main"](["--prompt", prompt, *flags, "--device=cpu", "--json"])
+    out, talk = capsys.readouterr()
+    (done,) = json.loads(out)["completions"]
+    kept = 256 - 50 + 1  # the last token needs no position
+    assert "note: dropped the first 93 tokens of a prompt" in talk and kept == 300 - 93
+    assert len(done["tokens"]) == 50 and done["finish_reason"] == "length"
+    (short,) = generate(capsys, "--prompt", prompt[-kept:], *flags)["completions"]
+    assert short["tokens"] == done["tokens"]
+    SCRIPT["main"](["--prompt", prompt[-kept:], *flags, "--device=cpu"])
+    assert "dropped" not in capsys.readouterr().err
+
+
+def test_ignore_eos_runs_on(capsys, tmp_path):
+    (free,) = generate(capsys, "--max-new-tokens=20")["completions"]
+    config = json.loads((DEMO_FOLDER / "config.json").read_text())
+    config["eos_token_id"] = eos = free["tokens"][7]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(DEMO_FOLDER / "model.safetensors")
+    flags = ["--model", str(tmp_path), "--max-new-tokens=20"]
+    (done,) = generate(capsys, *flags)["completions"]
+    assert done["tokens"] == free["tokens"][: free["tokens"].index(eos)]
+    assert done["finish_reason"] == "eos"
+    assert generate(capsys, *flags, "--ignore-eos")["completions"] == [free]
+
+
 def test_16_bit_weights_run_on_a_cpu(capsys):
     ops._warn_of_cast.cache_clear()  # another test may have been the first to be warned
     with pytest.warns(UserWarning, match="float32"):
@@ -146,6 +175,32 @@ def test_16_bit_weights_run_on_a_cpu(capsys):
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(capsys, flags, message):
     assert message in fails(capsys, *flags, *([] if "--device" in flags else ["--device=cpu"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("model.safetensors", None, "no model.safetensors or model.safetensors.index.json"),
+        ("model.safetensors", b"\x08\0\0\0", "4 bytes, an incomplete download"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
+        ("model.safetensors", b"<!DOCTYPE html>", "15 bytes that look like a web page"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"wte.weight": "model-1.safetensors"}}',
+            "model-1.safetensors: named by model.safetensors.index.json, but missing",
+        ),
+    ],
+    ids=["none", "four-bytes", "lfs", "html", "missing-shard"],
+)
+def test_a_broken_model_folder_is_one_line_and_exit_code_2(capsys, tmp_path, name, data, said):
+    (tmp_path / "config.json").write_bytes((DEMO_FOLDER / "config.json").read_bytes())
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(SystemExit) as exit_:
+        run_cli(lambda: SCRIPT["main"](["--model", str(tmp_path), "--device=cpu"]))
+    out, err = capsys.readouterr()
+    assert exit_.value.code == 2 and out == ""
+    assert err.startswith(f"error: {tmp_path}") and err.count("\n") == 1 and said in err
 
 
 @needs_no_gpu

@@ -5,11 +5,12 @@ import sys
 
 import pytest
 import torch
-from helpers import normal
+from helpers import needs_cuda, normal
 from torch import Tensor
 
 from minifused import interop, ops
 from minifused.errors import UserError
+from minifused.metrics import BOUNDS, measure, within
 
 transformers = pytest.importorskip("transformers")
 
@@ -314,3 +315,18 @@ def test_missing_transformers_names_the_extra(monkeypatch):
 def test_transformers_is_imported_on_demand():
     code = "import sys, minifused.interop; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("padding", ["no-padding", "left"])
+def test_gpt2_on_a_gpu_is_as_close_as_eager(dtype, padding, calls):
+    mask, tokens = torch.tensor(VALID[padding]).cuda(), random_tokens(3, 9).cuda()
+    model = gpt2()
+    model.set_attn_implementation("eager")
+    reference = model.double().cuda()(tokens, attention_mask=mask).logits[mask.bool()]
+    model.to(dtype)
+    eager, ours = by_both(model, lambda model: model(tokens, attention_mask=mask).logits)
+    errors = measure(ours[mask.bool()], reference)
+    assert within(errors, BOUNDS["model"].limits(measure(eager[mask.bool()], reference)))
+    assert calls == [9, 9]

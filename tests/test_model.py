@@ -118,6 +118,48 @@ def test_64_greedy_tokens_equal_the_twins_and_compile_nothing_after_the_first(de
     assert len(set(tokens[0].tolist())) > 10  # verse, not one letter over and over
 
 
+def pair_with_distant_positions(device):
+    """Position embeddings ten times the other ones: a shift stands out, and so does attention."""
+    model, twin = random_pair(SMALL, device)
+    wpe = torch.randn(64, 40, generator=torch.Generator().manual_seed(2))
+    for table in (model.wpe["weight"], twin.wpe.weight):
+        table.copy_(wpe)
+    return model, twin
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_64_greedy_tokens_equal_those_without_a_cache(device):
+    model, twin = pair_with_distant_positions(device)
+    prompt = torch.tensor([[7], [90]], device=device)
+    tokens = greedy(model, prompt, 64)
+    fed = torch.cat([prompt, tokens[:, :-1]], dim=1)
+    for whole in (model(fed), twin(fed)):  # each token is the choice after all those before it
+        assert tokens.tolist() == whole.argmax(-1).tolist()
+    assert len(set(tokens[0].tolist())) > 10
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ragged_rows_keep_their_own_positions_whatever_the_padding(device):
+    model, twin = pair_with_distant_positions(device)
+    rows = [random_tokens(SMALL, 1, n, seed=n, device=device) for n in (1, 5, 17)]
+    following = random_tokens(SMALL, 3, 8, device=device)
+    lengths = torch.tensor([1, 5, 17], dtype=torch.int32, device=device)
+    results = []
+    for pad in (0, 96):
+        padded = torch.full((3, 17), pad, device=device)
+        for row, tokens in zip(padded, rows, strict=True):
+            row[: tokens.shape[1]] = tokens[0]
+        cache = model.new_cache(3, 25)
+        parts = [model(padded, cache, last_only=True, lengths=lengths)]
+        parts += [model(step, cache) for step in following.split(1, dim=1)]
+        results.append(torch.cat(parts, dim=1))
+    assert torch.equal(*results)
+    for got, row, after in zip(results[0], rows, following, strict=True):
+        alone = twin(torch.cat([row, after[None]], dim=1))[0, row.shape[1] - 1 :]
+        torch.testing.assert_close(got, alone, rtol=0, atol=1e-4)
+        assert got.argmax(-1).tolist() == alone.argmax(-1).tolist()
+
+
 def test_a_row_of_a_batch_equals_the_row_alone(demo):
     model, twin = demo
     prompts = random_tokens(model.config, 3, 17, device=device_of(model))

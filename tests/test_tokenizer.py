@@ -186,6 +186,16 @@ def test_bpe_stream_holds_an_emoji_of_several_tokens_back(trained, json_folder):
     assert stream.push(bpe.encode("a")[0]) == "a" and stream.flush() == ""
 
 
+def test_bpe_stream_of_an_emoji_in_the_three_tokens_of_gpt2(json_folder):
+    vocabulary = {"\u00f0": 172, "\u0141": 253, "\u00f0\u0141": 8582, "\u00a4": 97, "\u0139": 245}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": [["\u00f0", "\u0141"]]}
+    bpe = load_tokenizer(change_json(json_folder, added_tokens=[], model=model), GPTConfig())
+    emoji, stream = "\N{HUGGING FACE}", bpe.stream()
+    assert bpe.encode(emoji) == [8582, 97, 245] and bpe.decode([8582, 97, 245]) == emoji
+    assert [stream.push(token) for token in (8582, 97, 245)] == ["", "", emoji]
+    assert [stream.push(token) for token in (8582, 97)] == ["", ""] and stream.flush() == "\ufffd"
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_bpe_stream_adds_up_to_decode_for_any_tokens(bpe, seed):
     source = random.Random(seed)
