@@ -37,6 +37,11 @@ class KVCache:
     def capacity(self) -> int:
         return self.keys.shape[2]
 
+    def reset(self) -> None:
+        """Forget all positions."""
+        self.lengths.zero_()
+        self.longest = 0
+
     def advance(self, counts: int | Tensor, longest: int) -> None:
         """Count new positions, the same of each row or (B,) of them, once all layers wrote them."""
         self.lengths += counts

@@ -109,7 +109,7 @@ def save(
     shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     if shapes != expected_shapes(config):
         raise ValueError("the names and shapes of state_dict do not fit config")
-    tensors = dict(_stored(name, tensor.to("cpu", dtype)) for name, tensor in state_dict.items())
+    tensors = dict(to_stored(name, tensor.to("cpu", dtype)) for name, tensor in state_dict.items())
     text = json.dumps(config.to_dict(), indent=2) + "\n"
     try:  # safetensors' own save_file would leave the file unreadable for other users
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -285,7 +285,7 @@ def _check_head(head: Place, table: Place) -> None:
         )
 
 
-def _stored(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+def to_stored(name: str, tensor: Tensor) -> tuple[str, Tensor]:
     """A parameter as files hold it, under its name there."""
     stored = name if name == "lm_head.weight" else PREFIX + name
     return stored, _transpose_conv1d(name, tensor).contiguous()

@@ -6,7 +6,7 @@ the twin gets those of one length together.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,24 +15,19 @@ import torch
 from torch import Tensor
 
 from minifused import checkpoint, ops
-from minifused.cache import KVCache
+from minifused.batch import Batch, Choice, Step
 from minifused.completion import Completion, Stopper
 from minifused.config import GPTConfig
 from minifused.errors import UserError
 from minifused.model import GPTModel
-from minifused.sampling import (
-    SamplingParams,
-    check_logits,
-    logprobs,
-    mark_seen,
-    philox_uniform,
-    sample,
-)
+from minifused.sampling import SamplingParams
 from minifused.tokenizer import Tokenizer, load_tokenizer
 from minifused.twin import Twin
 
 BACKENDS = ("tilelang", "torch")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+CAPACITY_MULTIPLE = 256  # of the positions of captured batches, so that few kinds are captured
+MAX_IDLE = 4  # captured batches that are kept for the next request
 DEMO_FOLDER = Path(__file__).parent / "assets" / "demo"
 
 
@@ -54,6 +49,8 @@ class GPT:
     softmax: Callable[[Tensor], Tensor]
     device: torch.device
     dtype: torch.dtype
+    cuda_graph: bool = False
+    _idle: list[Batch] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def from_pretrained(
@@ -62,8 +59,16 @@ class GPT:
         backend: str = "tilelang",
         device: str = "auto",
         dtype: str = "auto",
+        cuda_graph: bool = True,
     ) -> "GPT":
-        """Load a model folder for a backend, device and dtype; raises UserError."""
+        """Load a model folder for a backend, device and dtype.
+
+        Args:
+            cuda_graph: on a GPU, replay a decoding step as one CUDA graph ("tilelang" alone).
+
+        Raises:
+            UserError: the folder holds no model that can be read, or there is no such device.
+        """
         folder = Path(folder)
         where = resolve_device(device)
         precision = resolve_dtype(dtype, where)
@@ -71,7 +76,8 @@ class GPT:
         tokenizer = load_tokenizer(folder, config)
         model = load_model(folder, config, backend, where, precision)
         softmax = ops.softmax if backend == "tilelang" else _torch_softmax
-        return cls(model, tokenizer, softmax, where, precision)
+        graph = cuda_graph and backend == "tilelang" and where.type == "cuda"
+        return cls(model, tokenizer, softmax, where, precision, graph)
 
     @property
     def config(self) -> GPTConfig:
@@ -174,8 +180,10 @@ class GPT:
             )
             for index, prompt in enumerate(repeated)
         ]
+        params = params or SamplingParams()
+        choice = Choice(replace(params, seed=0), eos, with_logprobs)
         for batch in self._batches(rows):
-            yield from self._run(batch, params or SamplingParams(), with_logprobs)
+            yield from self._run(batch, params, choice)
 
     def _batches(self, rows: list["Row"]) -> list[list["Row"]]:
         """Rows that run together: all of them, or for the twin those of one length."""
@@ -185,34 +193,51 @@ class GPT:
         return [list(same) for _, same in groupby(by_length, key=lambda row: len(row.prompt))]
 
     @torch.inference_mode()
-    def _run(
-        self, rows: list["Row"], params: SamplingParams, with_logprobs: bool
-    ) -> Iterator[Event]:
-        batch = Batch(
+    def _run(self, rows: list["Row"], params: SamplingParams, choice: Choice) -> Iterator[Event]:
+        batch = self._take_batch(rows, choice)
+        try:
+            batch.begin(
+                prompts=[row.prompt for row in rows],
+                samples=[row.sample for row in rows],
+                steps=[row.steps for row in rows],
+                seed=params.seed,
+            )
+            going = [True] * len(rows)
+            for index, step in enumerate(batch.run(max(row.steps for row in rows))):
+                for place, row in enumerate(rows):
+                    if going[place]:
+                        yield row.take(index, step, place)
+                still = [row.stopper.finish_reason is None for row in rows]
+                if not any(still):
+                    return
+                if still != going:
+                    batch.stop(still)
+                    going = still
+        finally:
+            self._idle.append(batch)
+            del self._idle[: -MAX_IDLE if self.cuda_graph else None]
+
+    def _take_batch(self, rows: list["Row"], choice: Choice) -> Batch:
+        """A batch that is large enough: under CUDA graphs one that was captured, if it is idle."""
+        size = len(rows)
+        capacity = max(len(row.prompt) + row.steps - 1 for row in rows)
+        if self.cuda_graph:
+            size = 1 << (size - 1).bit_length()
+            rounded = -(-capacity // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+            capacity = min(rounded, self.config.n_positions)
+        for place, batch in enumerate(self._idle):
+            if (batch.size, batch.capacity, batch.choice) == (size, capacity, choice):
+                return self._idle.pop(place)
+        return Batch(
             self.model,
             self.softmax,
             self.tokenizer.vocab_size,
             self.device,
-            prompts=[row.prompt for row in rows],
-            samples=[row.sample for row in rows],
-            steps=[row.steps for row in rows],
-            params=params,
+            size,
+            capacity,
+            choice,
+            self.cuda_graph,
         )
-        for step in range(max(row.steps for row in rows)):
-            logits = batch.logits()  # (B, V)
-            check_logits(logits, step, [row.index for row in rows])
-            tokens = batch.choose(logits)  # (B,)
-            scores = logprobs(logits, tokens).tolist() if with_logprobs else None
-            ids = tokens.tolist()
-            for position, row in enumerate(rows):
-                if row.stopper.finish_reason is None:
-                    score = None if scores is None else scores[position]
-                    text = row.stopper.push(ids[position], score, row.steps)
-                    yield Event(row.index, text, row.stopper.completion)
-            going = [row.stopper.finish_reason is None for row in rows]
-            if not any(going):
-                return
-            batch.keep(going)
 
 
 @dataclass
@@ -225,76 +250,16 @@ class Row:
     steps: int
     stopper: Stopper
 
+    def take(self, index: int, step: Step, place: int) -> Event:
+        """Add the token of step `index`, which is at `place` there.
 
-class Batch:
-    """The device's side of some rows: cache, next tokens, random numbers, tokens seen.
-
-    Args:
-        softmax: over the last dimension, of what is drawn from.
-        vocab_size: how many of the model's tokens may be chosen, the first ones.
-        prompts, samples, steps: of each row its tokens, the number of its random stream, and how
-            many tokens it may get.
-    """
-
-    def __init__(
-        self,
-        model: GPTModel | Twin,
-        softmax: Callable[[Tensor], Tensor],
-        vocab_size: int,
-        device: torch.device,
-        *,
-        prompts: Sequence[Sequence[int]],
-        samples: Sequence[int],
-        steps: Sequence[int],
-        params: SamplingParams,
-    ):
-        self.model, self.softmax, self.vocab_size, self.params = model, softmax, vocab_size, params
-        self.device, self.step = device, 0
-        self.lengths = [len(prompt) for prompt in prompts]
-        longest = max(self.lengths)
-        padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
-        self.tokens = torch.tensor(padded, device=self.device)  # (B, T)
-        self.counts = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
-        self.ragged = any(length != longest for length in self.lengths)
-        # Which rows self.counts lets go on by one token: none yet, if it holds unequal prompts.
-        self.going = [not self.ragged] * len(prompts)
-        capacity = max(n + count - 1 for n, count in zip(self.lengths, steps, strict=True))
-        self.cache = model.new_cache(len(prompts), capacity)
-        self.uniforms = self._uniforms(samples, max(steps))  # (steps, B)
-        self.seen = None
-        if params.repetition_penalty != 1.0:
-            shape = (len(prompts), vocab_size)
-            self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
-            mark_seen(self.seen, self.tokens, self.counts)
-
-    def _uniforms(self, samples: Sequence[int], steps: int) -> Tensor:
-        """The uniform numbers of all steps at once, by each row's own sample and position."""
-        streams = torch.tensor(samples, device=self.device)
-        positions = self.counts[None, :] + torch.arange(steps, device=self.device)[:, None]
-        return philox_uniform(self.params.seed, streams[None, :], positions)
-
-    def logits(self) -> Tensor:
-        """Run the model on the next tokens: (B, V) float32, V the tokens that may be chosen."""
-        ragged = {"lengths": self.counts} if self.ragged else {}
-        logits = self.model(self.tokens, self.cache, last_only=True, **ragged)
-        return logits[:, -1, : self.vocab_size]
-
-    def choose(self, logits: Tensor) -> Tensor:
-        """The next token of each row, (B,) int64."""
-        chosen = sample(logits, self.params, self.uniforms[self.step], self.softmax, self.seen)
-        if self.seen is not None:
-            mark_seen(self.seen, chosen[:, None])
-        self.tokens = chosen[:, None]
-        self.step += 1
-        return chosen
-
-    def keep(self, going: list[bool]) -> None:
-        """Let the rows that have finished stand still; one at least goes on."""
-        if isinstance(self.cache, KVCache) and going != self.going:
-            self.ragged, self.going = True, going
-            self.counts = torch.tensor(going, dtype=torch.int32, device=self.device)
-            filled = [length + self.step - 1 for length in self.lengths]
-            self.cache.longest = max(n for n, on in zip(filled, going, strict=True) if on)
+        Raises FloatingPointError if its logits were not finite.
+        """
+        if not step.finite[place]:
+            raise FloatingPointError(f"logits are not finite at step {index}, row {self.index}")
+        score = None if step.logprobs is None else step.logprobs[place]
+        text = self.stopper.push(step.tokens[place], score, self.steps)
+        return Event(self.index, text, self.stopper.completion)
 
 
 def load_model(
@@ -304,10 +269,7 @@ def load_model(
     weights = checkpoint.iter_weights(folder, config, device, dtype)
     if backend == "tilelang":
         return GPTModel.from_weights(config, weights, device, dtype)
-    with torch.device("meta"):
-        twin = Twin(config).eval()
-    twin.load_state_dict(dict(weights), assign=True)
-    return twin.requires_grad_(False)
+    return Twin.from_weights(config, dict(weights))
 
 
 def _torch_softmax(logits: Tensor) -> Tensor:

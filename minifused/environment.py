@@ -14,15 +14,20 @@ def prepare_tilelang() -> None:
     Where the usual one cannot, a temporary folder of this process serves, and a warning says so.
     """
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
-    folder = Path(os.environ.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache")
+    folder = os.environ.get("TILELANG_CACHE_DIR") or "~/.tilelang/cache"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
+        path = Path(folder).expanduser()
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         warnings.warn(
             f"kernels are compiled anew in each process, as {folder} cannot be written "
-            f"({error.strerror}): set TILELANG_CACHE_DIR to a folder that can",
+            f"({getattr(error, 'strerror', None) or error}): set TILELANG_CACHE_DIR to a folder "
+            "that can",
             stacklevel=2,
         )
-        os.environ["TILELANG_CACHE_DIR"] = tempfile.mkdtemp(prefix="tilelang-")
-        atexit.register(shutil.rmtree, os.environ["TILELANG_CACHE_DIR"], ignore_errors=True)
+        temporary = tempfile.mkdtemp(prefix="tilelang-")
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        os.environ["TILELANG_CACHE_DIR"] = temporary
+        if isinstance(error, RuntimeError):
+            os.environ["HOME"] = temporary  # TVM does not start without one

@@ -100,8 +100,10 @@ class Block(nn.Module):
         return x.view(batch, length, -1)
 
 
-def _last_valid(x: Tensor, lengths: Tensor) -> Tensor:
-    """Row lengths[b] - 1 of each x[b]: (B, T, C) to (B, 1, C)."""
+def _last_valid(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Row lengths[b] - 1 of each x[b], the last if None: (B, T, C) to (B, 1, C)."""
+    if lengths is None or x.shape[1] == 1:
+        return x[:, -1:]
     last = (lengths - 1).clamp(min=0).long()  # (B,)
     return x.gather(1, last[:, None, None].expand(-1, 1, x.shape[2]))
 
@@ -137,8 +139,9 @@ class GPTModel(nn.Module):
         state = {}
         for name, weight in weights.items() if isinstance(weights, Mapping) else weights:
             weight = weight.to(device=device, dtype=dtype)
-            if name in ("wte.weight", "lm_head.weight"):
-                weight = F.pad(weight, (0, 0, 0, -weight.shape[0] % VOCAB_MULTIPLE))
+            padding = -weight.shape[0] % VOCAB_MULTIPLE
+            if padding and name in ("wte.weight", "lm_head.weight"):
+                weight = F.pad(weight, (0, 0, 0, padding))
             state[name] = weight.contiguous()
         model.load_state_dict(state, assign=True)
         return model.requires_grad_(False).eval()
@@ -176,6 +179,8 @@ class GPTModel(nn.Module):
             positions = positions + cache.lengths[:, None]  # (B, T)
             positions = positions.clamp(max=self.config.n_positions - 1)  # of rows that stand still
             cache.ends = cache.lengths + tokens.shape[1]
+            if lengths is not None and tokens.shape[1] == 1:
+                cache.ends = cache.ends * lengths  # who stands still attends to nothing
         wte, wpe = self.wte["weight"], self.wpe["weight"]
         x = F.embedding(tokens, wte).float() + F.embedding(positions, wpe).float()  # (B, T, C)
         for block in self.h:
@@ -184,7 +189,7 @@ class GPTModel(nn.Module):
             count = tokens.shape[1]
             cache.advance(count if lengths is None else lengths, cache.longest + count)
         if last_only:
-            x = x[:, -1:] if lengths is None else _last_valid(x, lengths)
+            x = _last_valid(x, lengths)
         x = ops.layer_norm(x, self.ln_f.weight, self.ln_f.bias, self.config.layer_norm_epsilon)
         head = wte if self.config.tie_word_embeddings else self.lm_head["weight"]
         logits = ops.linear(x, head, out_dtype=torch.float32)

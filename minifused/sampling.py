@@ -5,7 +5,7 @@ token depends on its own row alone: the same on CPU and CUDA, eager and captured
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -218,7 +218,7 @@ def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     # a float32 uniform is at most 1 - 2**-24, so that the target is below the total
     target = (cdf[:, -1:] * uniforms.double()[:, None]).to(torch.int64)  # (B, 1)
     token = torch.searchsorted(cdf, target, right=True).squeeze(-1)
-    # only a row of NaN runs past the end; a valid id lets the loop go on until check_logits
+    # only a row of NaN runs past the end; a valid id lets the loop go on until finite_rows is read
     return token.clamp_(max=probabilities.shape[-1] - 1)
 
 
@@ -261,14 +261,9 @@ def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     return (chosen - total.log()).to(torch.float32)
 
 
-def check_logits(logits: Tensor, step: int, names: Sequence[int] | None = None) -> None:
-    """Raises FloatingPointError unless each row of logits (B, V) has a finite maximum.
+def finite_rows(logits: Tensor) -> Tensor:
+    """Which rows of logits (B, V) have a finite maximum, bool (B,).
 
-    The message names `step` and the first bad row, by `names` if given: one with a NaN, a +inf, or
-    nothing but -inf. Waits for the device, so the caller chooses how often to look.
+    The others hold a NaN, a +inf, or nothing but -inf, and must not be drawn from.
     """
-    bad = ~logits.amax(dim=-1).isfinite()  # amax passes a NaN on
-    if bad.any():
-        row = int(bad.nonzero()[0, 0])
-        row = row if names is None else names[row]
-        raise FloatingPointError(f"logits are not finite at step {step}, row {row}")
+    return logits.amax(dim=-1).isfinite()  # amax passes a NaN on

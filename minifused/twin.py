@@ -26,6 +26,10 @@ class TwinCache:
         self.values = torch.zeros_like(self.keys)
         self.capacity, self.length = shape[3], 0
 
+    def reset(self) -> None:
+        """Forget all positions."""
+        self.length = 0
+
     def positions(self, count: int) -> Tensor:
         """Where the next `count` tokens of each row are: (count,) int64."""
         return torch.arange(self.length, self.length + count, device=self.keys.device)
@@ -136,6 +140,14 @@ class Twin(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self._initialise()
+
+    @classmethod
+    def from_weights(cls, config: GPTConfig, weights: dict[str, Tensor]) -> "Twin":
+        """A twin for inference that holds `weights`, a `state_dict()`, and no copy of them."""
+        with torch.device("meta"):
+            twin = cls(config).eval()
+        twin.load_state_dict(weights, assign=True)
+        return twin.requires_grad_(False)
 
     def _initialise(self) -> None:
         # Each block adds to the residual stream twice: its variance would grow with the depth.

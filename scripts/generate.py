@@ -48,6 +48,11 @@ def parse_args(argv: list[str] | None) -> Namespace:
         default="tilelang",
         help="torch: the plain PyTorch twin, to compare with",
     )
+    p.add_argument(
+        "--no-cuda-graph",
+        action="store_true",
+        help="on a GPU, launch kernels one by one rather than replay a step as one CUDA graph",
+    )
     p.add_argument("--model", type=Path, default=DEMO_FOLDER, help="folder with a GPT-2 model")
     p.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     args = p.parse_args(argv)
@@ -197,7 +202,9 @@ def document(model: GPT, run: Run, args: Namespace) -> dict:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     run = Run(read_prompts(args))
-    model = GPT.from_pretrained(args.model, args.backend, args.device, args.dtype)
+    model = GPT.from_pretrained(
+        args.model, args.backend, args.device, args.dtype, cuda_graph=not args.no_cuda_graph
+    )
     prompts = encode_prompts(model, run.prompts, args)
     try:
         events = compile_first(generate(model, run, prompts, args))

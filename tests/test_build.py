@@ -78,6 +78,21 @@ def test_a_cache_folder_that_cannot_be_written_is_one_warning(filled, tmp_path):
     assert process.errors.count("TILELANG_CACHE_DIR") == 1
 
 
+def test_without_a_home_a_temporary_folder_serves():
+    code = (
+        "import os, pwd; del os.environ['HOME']\n"
+        "def nobody(uid): raise KeyError(uid)\n"
+        "pwd.getpwuid = nobody\n"
+        "import torch; from minifused import ops\n"
+        "print(ops.softmax(torch.zeros(1, 4)).tolist())"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TILELANG_CACHE_DIR"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT
+    )
+    assert run.stdout == "[[0.25, 0.25, 0.25, 0.25]]\n" and "TILELANG_CACHE_DIR" in run.stderr
+
+
 def test_no_compiler_is_a_user_error_that_names_it(tmp_path):
     process = start(tmp_path, PATH="", CXX="")
     _, errors = process.communicate("\n", timeout=100)

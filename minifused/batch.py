@@ -1,0 +1,241 @@
+"""Rows that decode together: all their state, on the device, at addresses that never change.
+
+A step reads and writes tensors alone, its own position and the end of each row included, so that
+one CUDA graph holds it for good: embedding, layers, head, softmax, draw, and the count of what is
+left. The host reads token ids, chunks of them behind the device, and stops a row late rather than
+let the device wait.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minifused.cache import KVCache
+from minifused.model import GPTModel
+from minifused.sampling import (
+    SamplingParams,
+    finite_rows,
+    logprobs,
+    mark_seen,
+    philox_uniform,
+    sample,
+)
+from minifused.twin import Twin
+
+CHUNK = 16  # steps of a CUDA graph whose tokens travel to the host together
+PREFILL_MULTIPLE = 64  # prompts under one graph are padded to this length
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What of a request is part of a captured step: how tokens are chosen, and which ends a row."""
+
+    params: SamplingParams  # but for the seed, which only the random numbers know
+    eos: int | None = None
+    with_logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the host learns of a step: a value for each row."""
+
+    tokens: list[int]
+    finite: list[bool]
+    logprobs: list[float] | None
+
+
+class Batch:
+    """`size` rows of up to `capacity` positions; rows without a prompt stand still.
+
+    Args:
+        softmax: over the last dimension, of what is drawn from.
+        vocab_size: how many of the model's tokens may be chosen, the first ones.
+        graph: replay CUDA graphs, captured here once, rather than launch each kernel.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel | Twin,
+        softmax: Callable[[Tensor], Tensor],
+        vocab_size: int,
+        device: torch.device,
+        size: int,
+        capacity: int,
+        choice: Choice,
+        graph: bool = False,
+    ):
+        self.model, self.softmax, self.vocab_size, self.choice = model, softmax, vocab_size, choice
+        self.device, self.size, self.capacity = device, size, capacity
+        self.cache = model.new_cache(size, capacity)
+        new = self._zeros
+        self.prompt = new(torch.int64, size, capacity)
+        self.lengths = new(torch.int32, size)  # of the prompts
+        self.tokens = new(torch.int64, size, 1)  # the next ones to read
+        self.going = new(torch.int32, size)  # 1 where a row goes on, otherwise 0
+        self.left = new(torch.int32, size)  # tokens that a row may still get
+        self.step_index = new(torch.int64, 1)
+        # By step: random numbers, and what the host will read.
+        self.uniforms = new(torch.float32, capacity, size)
+        self.chosen = new(torch.int64, capacity, size)
+        self.finite = new(torch.bool, capacity, size)
+        self.scores = new(torch.float32, capacity, size) if choice.with_logprobs else None
+        penalised = choice.params.repetition_penalty != 1.0
+        self.seen = new(torch.bool, size, vocab_size) if penalised else None
+        self.longest = 1  # of the prompts' lengths
+        self._graphs = Graphs() if graph else None
+
+    def begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: Sequence[int],
+        steps: Sequence[int],
+        seed: int = 0,
+    ) -> None:
+        """Take prompts of at least a token, `size` of them or fewer, in place of what was there.
+
+        Args:
+            samples: the number of each row's random stream.
+            steps: how many tokens each row may get.
+        """
+        spare = self.size - len(prompts)
+        lengths = [len(prompt) for prompt in prompts] + [0] * spare
+        self.longest = max(lengths)
+        padded = [[*prompt, *[0] * (self.longest - len(prompt))] for prompt in prompts]
+        padded += [[0] * self.longest] * spare
+        self.prompt[:, : self.longest] = self._tensor(padded, torch.int64)
+        self.lengths.copy_(self._tensor(lengths, torch.int32))
+        self.left.copy_(self._tensor([*steps, *[0] * spare], torch.int32))
+        self.going.copy_(self.lengths.clamp(max=1))
+        streams = self._tensor([*samples, *[0] * spare], torch.int64)
+        positions = self.lengths + torch.arange(max(steps), device=self.device)[:, None]
+        self.uniforms[: max(steps)] = philox_uniform(seed, streams, positions)
+        self.step_index.zero_()
+        self.cache.reset()
+        if self.seen is not None:
+            self.seen.zero_()
+            mark_seen(self.seen, self.prompt[:, : self.longest], self.lengths)
+
+    def run(self, count: int) -> Iterator[Step]:
+        """Prefill, then decode, `count` steps in all; the caller may `stop` rows, or break off."""
+        chunk = CHUNK if self._graphs is not None else 1
+        ahead: list[Chunk] = []  # on their way: behind a graph the device works on the next one
+        launched = 0
+        while launched < count or ahead:
+            if launched < count and len(ahead) < (1 if chunk == 1 else 2):
+                end = min(count, launched + chunk) if launched else 1
+                for index in range(launched, end):
+                    self.step() if index else self.prefill()
+                ahead.append(Chunk(self, launched, end))
+                launched = end
+            else:
+                yield from ahead.pop(0).steps()
+
+    def stop(self, going: Sequence[bool]) -> None:
+        """Let those rows stand still that do not go on."""
+        rows = [*going, *[False] * (self.size - len(going))]
+        self.left.mul_(self._tensor(rows, torch.int32))
+        self.going.mul_(self.left.clamp(max=1))
+
+    def prefill(self) -> Tensor:
+        """Run the prompts, and choose the first token of each row.
+
+        Returns:
+            The logits it was chosen from, (size, vocab_size) float32, until the next call.
+        """
+        if self._graphs is None:
+            return self._prefill(self.longest)
+        length = min(-(-self.longest // PREFILL_MULTIPLE) * PREFILL_MULTIPLE, self.capacity)
+        return self._graphs.launch(("prefill", length), lambda: self._prefill(length))
+
+    def step(self) -> Tensor:
+        """Run the tokens chosen last, and choose the next ones; returns logits as `prefill`."""
+        return self._step() if self._graphs is None else self._graphs.launch("step", self._step)
+
+    def _prefill(self, length: int) -> Tensor:
+        self.cache.reset()
+        return self._choose(self._forward(self.prompt[:, :length], self.lengths))
+
+    def _step(self) -> Tensor:
+        if isinstance(self.cache, KVCache):
+            self.cache.longest = 0  # only the device knows it, and keeps rows within the cache
+        return self._choose(self._forward(self.tokens, self.going))
+
+    def _forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        if isinstance(self.model, GPTModel):
+            return self.model(tokens, self.cache, last_only=True, lengths=counts)
+        return self.model(tokens, self.cache, last_only=True)  # of one length, and none stands
+
+    def _choose(self, logits: Tensor) -> Tensor:
+        """Draw a token of each row from logits (size, 1, V), and note all that a step leaves."""
+        logits = logits[:, -1, : self.vocab_size]
+        at, params = self.step_index, self.choice.params
+        uniforms = self.uniforms.index_select(0, at).squeeze(0)
+        chosen = sample(logits, params, uniforms, self.softmax, self.seen)  # (size,)
+        self.chosen.index_copy_(0, at, chosen[None])
+        self.finite.index_copy_(0, at, finite_rows(logits)[None])
+        if self.scores is not None:
+            self.scores.index_copy_(0, at, logprobs(logits, chosen)[None])
+        if self.seen is not None:
+            mark_seen(self.seen, chosen[:, None])
+        self.tokens.copy_(chosen[:, None])
+        self.left.sub_(self.going)
+        self.going.mul_(self.left.clamp(max=1))
+        if self.choice.eos is not None:
+            self.going.mul_(chosen != self.choice.eos)
+        at.add_(1)
+        return logits
+
+    def _zeros(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def _tensor(self, values: Sequence, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
+
+
+class Chunk:
+    """Some steps of a batch, on their way to the host."""
+
+    def __init__(self, batch: Batch, start: int, end: int):
+        fetched = [batch.chosen, batch.finite, *([] if batch.scores is None else [batch.scores])]
+        self._tensors = [tensor[start:end].to("cpu", non_blocking=True) for tensor in fetched]
+        self._arrived = torch.cuda.Event() if batch.device.type == "cuda" else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def steps(self) -> Iterator[Step]:
+        """Wait for the device; then one after the other."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens, finite, *scores = (tensor.tolist() for tensor in self._tensors)
+        for index, ids in enumerate(tokens):
+            yield Step(ids, finite[index], scores[0][index] if scores else None)
+
+
+class Graphs:
+    """CUDA graphs of some work each, captured when the work is needed again.
+
+    What runs once is launched kernel by kernel: a capture would cost more. The second time it
+    runs so as well, which loads all kernels, and is then captured; from then on it is replayed.
+    """
+
+    def __init__(self) -> None:
+        self._uses: Counter[Hashable] = Counter()
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def launch(self, name: Hashable, work: Callable[[], Tensor]) -> Tensor:
+        """Do `work`, and return its result, which a replay puts where it was."""
+        if name in self._graphs:
+            graph, result = self._graphs[name]
+            graph.replay()
+            return result
+        result = work()
+        self._uses[name] += 1
+        if self._uses[name] == 2:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._graphs[name] = graph, work()
+        return result

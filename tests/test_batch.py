@@ -1,0 +1,165 @@
+"""Rows that decode together: what a step leaves behind, eager and as a CUDA graph."""
+
+import pytest
+import torch
+from helpers import needs_cuda, on_each_device
+
+from minifused import GPT, ops
+from minifused.batch import CHUNK, Batch, Choice
+from minifused.engine import DEMO_FOLDER, MAX_IDLE
+from minifused.sampling import SamplingParams
+
+PROMPTS = [list(text.encode()) for text in ("R", "First Citizen:\nWe are", "O, she doth teach")]
+GREEDY = SamplingParams(temperature=0)
+EVERY_OPTION = SamplingParams(
+    temperature=0.8, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1
+)
+
+
+def demo(device, dtype="float32", **options):
+    return GPT.from_pretrained(DEMO_FOLDER, device=device, dtype=dtype, **options)
+
+
+def new_batch(gpt, size, capacity, choice, graph=False):
+    model, device = gpt.model, gpt.device
+    return Batch(model, ops.softmax, 256, device, size, capacity, choice, graph)
+
+
+def take(batch, prompts, count, seed=0):
+    """All that `count` steps gave, one list a step."""
+    with torch.inference_mode():
+        batch.begin(prompts, range(len(prompts)), [count] * len(prompts), seed)
+        return list(batch.run(count))
+
+
+@on_each_device
+def test_a_row_ends_with_its_last_token_and_with_eos(device):
+    batch = new_batch(demo(device), 4, 64, Choice(GREEDY, eos=ord(" ")))
+    with torch.inference_mode():
+        batch.begin(PROMPTS, [0, 1, 2], [3, 9, 40])
+        steps = list(batch.run(40))
+    ends = []
+    for row in range(3):
+        said = [step.tokens[row] for step in steps]
+        until_space = said.index(ord(" ")) + 1 if ord(" ") in said else 40
+        ends.append(min([3, 9, 40][row], until_space))
+    filled = [len(prompt) + end - 1 for prompt, end in zip(PROMPTS, ends, strict=True)]
+    # The last token needs no position, and a row without a prompt has none at all.
+    assert batch.cache.lengths.tolist() == [*filled, 0]
+    assert ends[0] == 3 and ends[2] < 40 and not batch.going.any()
+
+
+@on_each_device
+def test_a_row_that_was_stopped_changes_no_other(device):
+    gpt = demo(device)
+    alone = take(new_batch(gpt, 2, 64, Choice(EVERY_OPTION)), PROMPTS[1:], 30)
+    batch = new_batch(gpt, 2, 64, Choice(EVERY_OPTION))
+    said = []
+    with torch.inference_mode():
+        batch.begin(PROMPTS[1:], [0, 1], [30, 30])
+        for step in batch.run(30):
+            said.append(step.tokens[1])
+            if len(said) == 5:
+                batch.stop([False, True])
+    assert said == [step.tokens[1] for step in alone]
+    assert batch.cache.lengths.tolist() == [len(PROMPTS[1]) + 4, len(PROMPTS[2]) + 29]
+
+
+@on_each_device
+def test_what_an_earlier_request_left_changes_nothing(device):
+    gpt = demo(device)
+    fresh = take(new_batch(gpt, 3, 64, Choice(EVERY_OPTION, None, True)), PROMPTS, 20, seed=5)
+    used = new_batch(gpt, 3, 64, Choice(EVERY_OPTION, None, True))
+    take(used, PROMPTS[::-1], 40, seed=1)
+    used.cache.keys.fill_(float("nan"))  # unused slots of the cache are never read
+    used.cache.values.fill_(float("nan"))
+    assert take(used, PROMPTS, 20, seed=5) == fresh
+
+
+@on_each_device
+def test_rows_without_a_prompt_change_nothing(device):
+    gpt = demo(device)
+    exact = take(new_batch(gpt, 3, 64, Choice(GREEDY)), PROMPTS, 20)
+    roomy = take(new_batch(gpt, 4, 128, Choice(GREEDY)), PROMPTS, 20)
+    assert [step.tokens[:3] for step in roomy] == [step.tokens for step in exact]
+
+
+def test_steps_that_are_not_finite_are_marked_by_row():
+    gpt = demo("cpu")
+    gpt.model.wpe["weight"][20] = float("nan")
+    steps = take(new_batch(gpt, 2, 64, Choice(GREEDY)), [PROMPTS[0], PROMPTS[2]], 6)
+    assert [step.finite for step in steps] == [[True, n < 4] for n in range(6)]
+
+
+# CUDA graphs
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(), EVERY_OPTION])
+def test_replays_equal_launches_bit_for_bit(dtype, params):
+    gpt = demo("cuda", dtype)
+    choice = Choice(params, eos=ord("!"), with_logprobs=True)
+    batches = [new_batch(gpt, 4, 256, choice, graph) for graph in (False, True)]
+    for seed in range(3):  # the first request captures the step, the second one the prefill
+        launched, replayed = (take(batch, PROMPTS, 230, seed) for batch in batches)
+        assert replayed == launched
+    assert all(torch.equal(a, b) for a, b in zip(*map(state, batches), strict=True))
+    names = set(batches[1]._graphs._graphs)
+    assert names == {"step", ("prefill", 64)}
+
+
+def state(batch):
+    return batch.cache.lengths, batch.left, batch.going, batch.chosen, batch.finite, batch.scores
+
+
+@needs_cuda
+def test_two_steps_in_one_graph_are_right_too():
+    gpt = demo("cuda")
+    eager, captured = (new_batch(gpt, 2, 128, Choice(EVERY_OPTION)) for _ in range(2))
+    expected = take(eager, PROMPTS[:2], 41)
+    with torch.inference_mode():
+        take(captured, PROMPTS[:2], 3)  # loads what a capture must not load
+        captured.begin(PROMPTS[:2], [0, 1], [41, 41])
+        captured.prefill()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured.step()
+            captured.step()
+        for _ in range(20):
+            graph.replay()
+    assert captured.chosen[:41].tolist() == [step.tokens for step in expected]
+
+
+@needs_cuda
+def test_graphs_write_the_same_text_and_are_captured_once():
+    options = {"max_new_tokens": 5 * CHUNK + 3, "params": SamplingParams(0.8, seed=3)}
+    prompts = [bytes(prompt).decode() for prompt in PROMPTS]
+    with_graphs, without = demo("cuda"), demo("cuda", cuda_graph=False)
+    expected = without.generate(prompts, stop=["the"], **options)
+    assert with_graphs.generate(prompts, stop=["the"], **options) == expected
+    (batch,) = with_graphs._idle
+    captured = dict(batch._graphs._graphs)
+    assert "step" in captured
+    for _ in range(2):
+        assert with_graphs.generate(prompts, stop=["the"], **options) == expected
+    assert with_graphs._idle == [batch]
+    assert batch._graphs._graphs["step"] is captured["step"]
+
+
+@needs_cuda
+def test_streams_side_by_side_do_not_share_a_batch():
+    gpt = demo("cuda")
+    options = {"max_new_tokens": 40, "params": SamplingParams(0.8, seed=3)}
+    expected = [gpt.generate(bytes(prompt).decode(), **options)[0] for prompt in PROMPTS]
+    streams = [gpt.stream([prompt], **options) for prompt in PROMPTS]
+    *_, last = zip(*streams, strict=True)  # a token of each, in turns
+    assert [event.completion for event in last] == expected
+
+
+@needs_cuda
+def test_idle_batches_are_few():
+    gpt = demo("cuda")
+    for k in range(1, MAX_IDLE + 3):
+        gpt.generate("a", max_new_tokens=4, params=SamplingParams(top_k=k))
+    assert len(gpt._idle) == MAX_IDLE
