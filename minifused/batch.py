@@ -26,7 +26,7 @@ from minifused.sampling import (
 from minifused.twin import Twin
 
 CHUNK = 16  # steps of a CUDA graph whose tokens travel to the host together
-PREFILL_MULTIPLE = 64  # prompts under one graph are padded to this length
+PREFILL_MULTIPLE = 64  # what prompts are padded to on a GPU, so that few lengths are captured
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ class Batch:
         penalised = choice.params.repetition_penalty != 1.0
         self.seen = new(torch.bool, size, vocab_size) if penalised else None
         self.longest = 1  # of the prompts' lengths
+        padded = device.type == "cuda" and isinstance(model, GPTModel)  # the twin takes no padding
+        self._multiple = PREFILL_MULTIPLE if padded else 1
         self._graphs = Graphs() if graph else None
 
     def begin(
@@ -120,11 +122,12 @@ class Batch:
 
     def run(self, count: int) -> Iterator[Step]:
         """Prefill, then decode, `count` steps in all; the caller may `stop` rows, or break off."""
-        chunk = CHUNK if self._graphs is not None else 1
-        ahead: list[Chunk] = []  # on their way: behind a graph the device works on the next one
+        chunk, depth = (1, 1) if self._graphs is None else (CHUNK, 2)
+        ahead: list[Chunk] = []  # on their way, while the device works on the next one
         launched = 0
         while launched < count or ahead:
-            if launched < count and len(ahead) < (1 if chunk == 1 else 2):
+            room = depth if launched > 1 else 1  # the first token waits for no other
+            if launched < count and len(ahead) < room:
                 end = min(count, launched + chunk) if launched else 1
                 for index in range(launched, end):
                     self.step() if index else self.prefill()
@@ -145,9 +148,9 @@ class Batch:
         Returns:
             The logits it was chosen from, (size, vocab_size) float32, until the next call.
         """
+        length = min(-(-self.longest // self._multiple) * self._multiple, self.capacity)
         if self._graphs is None:
-            return self._prefill(self.longest)
-        length = min(-(-self.longest // PREFILL_MULTIPLE) * PREFILL_MULTIPLE, self.capacity)
+            return self._prefill(length)
         return self._graphs.launch(("prefill", length), lambda: self._prefill(length))
 
     def step(self) -> Tensor:
