@@ -24,10 +24,12 @@ from minifused.kernels.gemm import gemm as gemm_kernel
 from minifused.kernels.layer_norm import layer_norm as layer_norm_kernel
 from minifused.kernels.row_softmax import row_softmax as row_softmax_kernel
 from minifused.kernels.skinny_gemm import skinny_gemm as skinny_gemm_kernel
+from minifused.kernels.vector_add import vector_add as vector_add_kernel
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_SKINNY_ROWS = {"cpu": 2, "cuda": 16}  # with more, tiles that share the weights pay
 MAX_HEAD_DIM = 256  # tiles of larger heads do not fit in shared memory
+ALIGNMENT = 32  # bytes: the widest access there is, that of sm_100; TMA and others have 16
 MAX_GRID_YZ = 65535  # blocks along the y and z axes of a CUDA grid
 
 _library = torch.library.Library("minifused", "DEF")
@@ -71,6 +73,13 @@ def _require_out(out: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     ok = out.shape == shape and out.device == like.device and out.is_contiguous()
     if not ok or out.dtype not in DTYPES:
         _refuse("out", out, f"a contiguous {tuple(shape)} on {like.device}")
+    _require_aligned("out", out)
+
+
+def _require_aligned(name: str, tensor: Tensor) -> None:
+    """What is written cannot be a copy, as it can for inputs."""
+    if tensor.is_cuda and tensor.data_ptr() % ALIGNMENT:
+        raise ValueError(f"{name} begins off a multiple of {ALIGNMENT} bytes: pass a whole tensor")
 
 
 def _require_lengths(name: str, lengths: Tensor, batch: int, like: Tensor) -> None:
@@ -119,9 +128,15 @@ def _float32_on_cpu(launch: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x (..., N) as contiguous (rows, N)."""
+def _dense(x: Tensor) -> Tensor:
+    """x as kernels take it: contiguous, and on a GPU where a wide access may begin."""
     x = x.contiguous()
+    return x.clone() if x.is_cuda and x.data_ptr() % ALIGNMENT else x
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x (..., N) as dense (rows, N)."""
+    x = _dense(x)
     return x if x.dim() == 2 else x.view(-1, x.shape[-1])
 
 
@@ -131,10 +146,10 @@ def _rows(x: Tensor) -> Tensor:
 @_float32_on_cpu
 def _launch_linear(x, weight, bias, activation, residual, *, out) -> None:
     x, out = _rows(x), _rows(out)
-    bias = bias if bias is None else bias.contiguous()
+    bias = bias if bias is None else _dense(bias)
     residual = residual if residual is None else _rows(residual)
     kernel = skinny_gemm_kernel if x.shape[0] <= MAX_SKINNY_ROWS[x.device.type] else gemm_kernel
-    kernel(x, weight.contiguous(), bias, activation, residual, out)
+    kernel(x, _dense(weight), bias, activation, residual, out)
 
 
 def _linear_out(x, weight, bias=None, activation=None, residual=None, *, out) -> None:
@@ -207,8 +222,8 @@ def linear(
 
 @_float32_on_cpu
 def _launch_attention(q, k, v, causal, scale, q_lengths, kv_lengths, *, out) -> None:
-    q = q.contiguous()
-    k, v = (q, q) if k is None else (k.contiguous(), v.contiguous())
+    q = _dense(q)
+    k, v = (q, q) if k is None else (_dense(k), _dense(v))
     flash_attention_kernel(q, k, v, causal, scale, q_lengths, kv_lengths, out)
 
 
@@ -320,6 +335,7 @@ def _require_caches(k_cache: Tensor, v_cache: Tensor, like: Tensor) -> None:
                 f"{name} has strides {cache.stride()}: pass the whole contiguous buffer, and "
                 "lengths or positions for the rows in use; a copy would not be the cache"
             )
+        _require_aligned(name, cache)
     _require_grid("the batch size", like.shape[0], like)
 
 
@@ -335,8 +351,8 @@ def _append_kv(k_cache, v_cache, k, v, positions) -> None:
     _require_lengths("positions", positions, k.shape[0], k)
     if not k.numel() or not k_cache.numel():
         return
-    k = k.contiguous()
-    v, positions = (k if v is None else v.contiguous()), positions.contiguous()
+    k = _dense(k)
+    v, positions = (k if v is None else _dense(v)), positions.contiguous()
     if k.is_cuda or k.dtype == torch.float32:
         append_kv_kernel(k, v, positions, k_cache, v_cache)
     else:
@@ -371,7 +387,7 @@ def append_kv(
 
 @_float32_on_cpu
 def _launch_decode_attention(q, k_cache, v_cache, lengths, scale, *, out) -> None:
-    q = q.contiguous().squeeze(1)
+    q = _dense(q).squeeze(1)
     decode_attention_kernel(q, k_cache, v_cache, lengths, scale, out.squeeze(1))
 
 
@@ -499,7 +515,7 @@ def softmax(
 
 @_float32_on_cpu
 def _launch_layer_norm(x, weight, bias, eps, *, out) -> None:
-    layer_norm_kernel(_rows(x), weight.contiguous(), bias.contiguous(), eps, _rows(out))
+    layer_norm_kernel(_rows(x), _dense(weight), _dense(bias), eps, _rows(out))
 
 
 def _layer_norm_out(x, weight, bias, eps=1e-5, *, out) -> None:
@@ -545,4 +561,55 @@ def layer_norm(
     if out is None:
         return _layer_norm_op(x, weight, bias, eps)
     _layer_norm_out_op(x, weight, bias, eps, out=out)
+    return out
+
+
+# Vector addition: x and y of any one shape
+
+
+@_float32_on_cpu
+def _launch_vector_add(x, y, *, out) -> None:
+    vector_add_kernel(_dense(x).view(-1), _dense(y).view(-1), out.view(-1))
+
+
+def _vector_add_out(x, y, *, out) -> None:
+    _require_float("x", x)
+    _require_like("y", y, x.shape, x)
+    _require_out(out, x.shape, x)
+    if out.dtype != x.dtype:
+        _refuse("out", out, f"{x.dtype}, as x has")
+    if out.numel():
+        _launch_vector_add(x, y, out=out)
+
+
+def _vector_add_empty(x, y) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _vector_add(x, y) -> Tensor:
+    out = _vector_add_empty(x, y)
+    _vector_add_out(x, y, out=out)
+    return out
+
+
+_VECTOR_ADD = "Tensor x, Tensor y"
+_vector_add_op = _define(f"vector_add({_VECTOR_ADD}) -> Tensor", _vector_add, _vector_add_empty)
+_vector_add_out_op = _define(
+    f"vector_add.out({_VECTOR_ADD}, *, Tensor(a!) out) -> ()", _vector_add_out, _writes
+)
+
+
+def vector_add(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
+    """x + y, added in float32.
+
+    Args:
+        x, y: of one shape, dtype and device; nothing is broadcast.
+        out: contiguous, of the same shape and dtype, to write to.
+
+    Returns:
+        The sum, contiguous, in the shape and dtype of x.
+    """
+    if out is None:
+        return _vector_add_op(x, y)
+    _vector_add_out_op(x, y, out=out)
     return out

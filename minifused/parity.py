@@ -195,6 +195,11 @@ def eager_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return y.to(weight.dtype)
 
 
+def eager_vector_add(x: Tensor, y: Tensor) -> Tensor:
+    """What `ops.vector_add` computes, by PyTorch."""
+    return x + y
+
+
 # Operations, each on one workload
 
 
@@ -213,13 +218,14 @@ def _outputs(
     return operation(**inputs, out=poison), eager, reference
 
 
-def _compare(
+def compare(
     check: str,
     case: str,
     dtype: torch.dtype,
     outputs: tuple[Tensor, Tensor, Tensor],
     bound: str = "op",
 ) -> Result:
+    """A verdict on an output, beside that of eager PyTorch, by the float64 reference."""
     output, eager, reference = outputs
     errors, eager_errors = metrics.measure(output, reference), metrics.measure(eager, reference)
     return judge(check, case, dtype, errors, eager_errors, bound)
@@ -233,7 +239,7 @@ def output_check(name: str, eager_operation: Callable[..., Tensor]) -> Check:
 
     def check(workload: Workload, device: torch.device, dtype: torch.dtype) -> Iterator[Result]:
         outputs = _outputs(getattr(ops, name), eager_operation, workload, device, dtype)
-        yield _compare(name, workload.case, dtype, outputs)
+        yield compare(name, workload.case, dtype, outputs)
 
     return check
 
@@ -248,22 +254,29 @@ def check_append_kv(
         return torch.stack([inputs["k_cache"], inputs["v_cache"]], out=out)
 
     outputs = _outputs(append, eager_append_kv, workload, device, dtype)
-    yield _compare("append_kv", workload.case, dtype, outputs, "copy")
+    yield compare("append_kv", workload.case, dtype, outputs, "copy")
 
 
 def check_softmax(workload: Workload, device: torch.device, dtype: torch.dtype) -> Iterator[Result]:
     """`ops.softmax`: the whole, each normal number relative to itself, and the sums of rows."""
     outputs = _outputs(ops.softmax, eager_softmax, workload, device, dtype)
-    yield _compare("softmax", workload.case, dtype, outputs)
+    yield from compare_softmax(workload.case, dtype, outputs)
+
+
+def compare_softmax(
+    case: str, dtype: torch.dtype, outputs: tuple[Tensor, Tensor, Tensor]
+) -> Iterator[Result]:
+    """Softmax output, that of eager PyTorch, and the float64 reference: three comparisons."""
+    yield compare("softmax", case, dtype, outputs)
     output, eager, reference = outputs
     smallest = torch.finfo(dtype).tiny
     errors, eager_errors = (
         metrics.measure_elementwise(y, reference, smallest) for y in (output, eager)
     )
-    yield judge("softmax elements", workload.case, dtype, errors, eager_errors)
+    yield judge("softmax elements", case, dtype, errors, eager_errors)
     sums, eager_sums = (y.double().sum(-1) for y in (output, eager))
     outputs = sums, eager_sums, torch.ones_like(sums)
-    yield _compare("softmax sums", workload.case, dtype, outputs)
+    yield compare("softmax sums", case, dtype, outputs)
 
 
 Task = Callable[[], Iterator[Result]]
@@ -272,6 +285,7 @@ check_linear = output_check("linear", eager_linear)
 check_attention = output_check("attention", eager_attention)
 check_decode_attention = output_check("decode_attention", eager_decode_attention)
 check_layer_norm = output_check("layer_norm", eager_layer_norm)
+check_vector_add = output_check("vector_add", eager_vector_add)
 
 # Each check with its workloads everywhere, and those it has on a GPU as well.
 OPERATIONS: dict[str, tuple[Check, Sequence[Workload], Sequence[Workload]]] = {
@@ -281,6 +295,7 @@ OPERATIONS: dict[str, tuple[Check, Sequence[Workload], Sequence[Workload]]] = {
     "append_kv": (check_append_kv, workloads.APPEND, workloads.GPT2_APPEND),
     "softmax": (check_softmax, workloads.SOFTMAX, workloads.GPT2_SOFTMAX),
     "layer_norm": (check_layer_norm, workloads.LAYER_NORM, workloads.GPT2_LAYER_NORM),
+    "vector_add": (check_vector_add, workloads.VECTOR_ADD, workloads.GPT2_VECTOR_ADD),
 }
 
 
@@ -306,14 +321,8 @@ def load_models(
     exact = {name: w.double() for name, w in rounded.items()}
     tokens = torch.tensor([list(VERSE[: config.n_positions])], device=device) % config.vocab_size
     fused = GPTModel.from_weights(config, rounded, device, dtype)
-    return Models(dtype, fused, _twin(config, rounded), _twin(config, exact), tokens)
-
-
-def _twin(config: GPTConfig, weights: Mapping[str, Tensor]) -> Twin:
-    with torch.device("meta"):
-        twin = Twin(config)
-    twin.load_state_dict(weights, assign=True)
-    return twin.requires_grad_(False).eval()
+    twins = [Twin.from_weights(config, state) for state in (rounded, exact)]
+    return Models(dtype, fused, twins[0], twins[1], tokens)
 
 
 def check_forward(models: Models) -> Iterator[Result]:
@@ -325,7 +334,7 @@ def check_forward(models: Models) -> Iterator[Result]:
     for name in exact:
         check, _, case = name.partition(" ")
         outputs = fused[name], eager[name], exact[name]
-        yield _compare(check, case, models.dtype, outputs, "model")
+        yield compare(check, case, models.dtype, outputs, "model")
 
 
 def _layers_and_logits(model: GPTModel | Twin, tokens: Tensor) -> dict[str, Tensor]:

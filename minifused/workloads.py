@@ -6,7 +6,8 @@ output written once, which is the least that any kernel can move. Sets for parit
 the branch they take.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from minifused.config import PRESETS, GPTConfig
 
 Inputs = dict[str, Any]
+
+INTO_RESIDUAL: Inputs = {"residual": True, "out_dtype": torch.float32}
 
 
 def normal(
@@ -278,6 +281,30 @@ class LayerNormWorkload:
         }
 
 
+@dataclass(frozen=True)
+class VectorAddWorkload:
+    """x (n) + y (n)."""
+
+    name: str
+    n: int
+
+    @property
+    def case(self) -> str:
+        return f"{self.name}, {self.n}"
+
+    @property
+    def flops(self) -> int:
+        return self.n
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        return 3 * self.n * dtype.itemsize
+
+    def inputs(
+        self, device: torch.device | str, dtype: torch.dtype, generator: torch.Generator
+    ) -> Inputs:
+        return {name: normal((self.n,), device, dtype, generator) for name in ("x", "y")}
+
+
 Workload = (
     LinearWorkload
     | AttentionWorkload
@@ -285,20 +312,36 @@ Workload = (
     | AppendWorkload
     | SoftmaxWorkload
     | LayerNormWorkload
+    | VectorAddWorkload
 )
 
 
 def layer_linears(config: GPTConfig, rows: int) -> tuple[LinearWorkload, ...]:
     """The linear layers of a model for `rows` tokens, the padded head last."""
     width, inner, vocab = config.n_embd, config.inner_dim, -(-config.vocab_size // 64) * 64
-    into_residual: Inputs = {"residual": True, "out_dtype": torch.float32}
     return (
         LinearWorkload("attn.c_attn", rows, 3 * width, width),
-        LinearWorkload("attn.c_proj", rows, width, width, **into_residual),
+        LinearWorkload("attn.c_proj", rows, width, width, **INTO_RESIDUAL),
         LinearWorkload("mlp.c_fc", rows, inner, width, config.activation),
-        LinearWorkload("mlp.c_proj", rows, width, inner, **into_residual),
+        LinearWorkload("mlp.c_proj", rows, width, inner, **INTO_RESIDUAL),
         LinearWorkload("head", rows, vocab, width, bias=False, out_dtype=torch.float32),
     )
+
+
+def decode_bytes(config: GPTConfig, batch: int, context: float, dtype: torch.dtype) -> float:
+    """The least that a decoding step moves: all weights, and keys and values of `context`."""
+    width, inner = config.n_embd, config.inner_dim
+    linears = config.n_layer * width * (4 * width + 2 * inner)
+    cached = 2 * config.n_layer * width * batch * context
+    return (linears + config.vocab_size * width + cached) * dtype.itemsize
+
+
+def prefill_flops(config: GPTConfig, batch: int, length: int) -> int:
+    """Arithmetic of prompts (batch, length): linears, causal attention, one head a prompt."""
+    width, inner = config.n_embd, config.inner_dim
+    linears = 2 * length * config.n_layer * width * (4 * width + 2 * inner)
+    attention = 4 * config.n_layer * width * length * (length + 1) // 2
+    return batch * (linears + attention + 2 * config.vocab_size * width)
 
 
 # Sets for parity. Row counts and lengths are free; another width, head or option is a compile.
@@ -357,6 +400,11 @@ LAYER_NORM = (
     LayerNormWorkload("input in the output's dtype", 70, 200, x_dtype=None),
     LayerNormWorkload("in pieces", 3, 10000),
 )
+VECTOR_ADD = (
+    VectorAddWorkload("one element", 1),
+    VectorAddWorkload("no whole block", 1000),
+    VectorAddWorkload("whole blocks and a tail", 100_000),
+)
 
 # GPT-2's own shapes, in parity on a GPU: prompts of 1024 tokens, and decoding.
 
@@ -371,3 +419,77 @@ GPT2_DECODE = (DecodeWorkload("gpt2", (1, 512, 1023, 1024), 1024, *_HEADS, packe
 GPT2_APPEND = (AppendWorkload("gpt2", (0, 512, 1023), 1, 1024, *_HEADS, packed=True),)
 GPT2_SOFTMAX = (SoftmaxWorkload("gpt2 vocabulary", 64, 50304, valid=50257),)
 GPT2_LAYER_NORM = (LayerNormWorkload("gpt2", 1024, _GPT2.n_embd),)
+GPT2_VECTOR_ADD = (VectorAddWorkload("gpt2 residual", 1024 * _GPT2.n_embd),)
+
+# What the benchmark times, by function of `ops`: the whole, and what a CPU does in milliseconds.
+
+
+def _model_linears(model: str, rows: int) -> tuple[LinearWorkload, ...]:
+    """The linear layers of a preset; without the head where it would fill gigabytes of logits."""
+    linears = layer_linears(PRESETS[model], rows)
+    chosen = linears if rows <= 1024 else linears[:-1]
+    return tuple(replace(w, name=f"{model} {w.name}") for w in chosen)
+
+
+def _self_attention(batch: int, heads: int, head_dim: int, length: int) -> list[AttentionWorkload]:
+    return [
+        AttentionWorkload(name, batch, length, length, heads, head_dim, causal)
+        for name, causal in (("causal", True), ("not causal", False))
+    ]
+
+
+def _decoding(model: str, batch: int, context: int) -> DecodeWorkload:
+    c = PRESETS[model]
+    lengths = (context,) * batch
+    return DecodeWorkload(f"{model}, context {context}", lengths, 1024, c.n_head, c.head_dim)
+
+
+_MODELS = ("gpt2", "gpt2-xl")
+
+BENCHMARK: dict[str, tuple[Workload, ...]] = {
+    "linear": (
+        *(LinearWorkload("square", n, n, n, bias=False) for n in (2048, 4096, 8192)),
+        *chain.from_iterable(
+            _model_linears(model, rows) for rows in (8192, 1024, 8, 1) for model in _MODELS
+        ),
+    ),
+    "attention": tuple(
+        workload
+        for batch, heads, head_dim, length in (
+            *((8, 12, 64, 512), (8, 12, 64, 1024), (4, 25, 64, 1024)),
+            *((4, 16, 64, 2048), (4, 16, 64, 4096), (2, 16, 64, 8192)),
+            *((8, 16, 128, 512), (8, 16, 128, 1024)),
+            *((4, 16, 128, 2048), (4, 16, 128, 4096), (2, 16, 128, 8192)),
+        )
+        for workload in _self_attention(batch, heads, head_dim, length)
+    ),
+    "decode_attention": tuple(
+        _decoding(model, batch, context)
+        for model in _MODELS
+        for batch in (1, 8, 32)
+        for context in (640, 1024)
+    ),
+    "softmax": (
+        *(SoftmaxWorkload("rows", 4096, n) for n in (1000, 4096, 50257, 50304, 131072)),
+        *(SoftmaxWorkload("rows", m, 50257) for m in (64, 1)),
+    ),
+    "layer_norm": tuple(
+        LayerNormWorkload(model, 8192, PRESETS[model].n_embd, x_dtype=None) for model in _MODELS
+    ),
+    "vector_add": tuple(VectorAddWorkload("vectors", n) for n in (1 << 26, 1 << 20)),
+}
+BENCHMARK_QUICK: dict[str, tuple[Workload, ...]] = {
+    "linear": (
+        LinearWorkload("square", 512, 512, 512, bias=False),
+        LinearWorkload("mlp.c_fc", 128, 768, 192, "gelu_tanh"),
+        LinearWorkload("mlp.c_proj", 128, 192, 768, **INTO_RESIDUAL),
+        LinearWorkload("head", 1, 50304, 192, bias=False, out_dtype=torch.float32),
+    ),
+    "attention": tuple(_self_attention(1, 4, 64, 256)),
+    "decode_attention": (
+        DecodeWorkload("context 640", (640,) * 8, 1024, _GPT2.n_head, _GPT2.head_dim),
+    ),
+    "softmax": (SoftmaxWorkload("rows", 64, 4096), SoftmaxWorkload("rows", 8, 50257)),
+    "layer_norm": (LayerNormWorkload("rows", 512, 768, x_dtype=None),),
+    "vector_add": (VectorAddWorkload("vectors", 1 << 23),),
+}

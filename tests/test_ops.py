@@ -53,8 +53,13 @@ def append_kv(draw):
     return (*caches, draw(2, 5, 3, 2, 8), None, int32(0, 30, device=caches[0].device)), None
 
 
+def vector_add(draw):
+    return (draw(5, 7), draw(5, 7)), (5, 7)
+
+
 SAMPLES = {make.__name__: make for make in
-           (linear, attention, decode_attention, softmax, layer_norm, append_kv)}  # fmt: skip
+           (linear, attention, decode_attention, softmax, layer_norm, append_kv, vector_add)
+           }  # fmt: skip
 OVERLOADS = [*SAMPLES, *(f"{name}.out" for name in SAMPLES if name != "append_kv")]
 
 
@@ -89,6 +94,35 @@ def test_no_operator_is_left_out():
 def test_opcheck(overload, device):
     operator, arguments, options = sample(overload, device)
     torch.library.opcheck(operator, arguments, options)
+
+
+def off_by_one(tensor):
+    """A contiguous copy that begins one element into its memory, where no wide access may."""
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+        return tensor
+    memory = tensor.new_empty(tensor.numel() + 1)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLES if "kv" not in name])
+@on_each_device
+def test_inputs_may_begin_at_any_element(name, device):
+    operator, arguments, _ = sample(name, device)
+    caches = 2 if name == "decode_attention" else 0  # which are never copied
+    shifted = [x if 1 <= i <= caches else off_by_one(x) for i, x in enumerate(arguments)]
+    assert torch.equal(operator(*shifted), operator(*arguments))
+
+
+@needs_cuda
+def test_what_is_written_has_to_begin_where_wide_accesses_may():
+    for name in SAMPLES:
+        if name != "append_kv":
+            operator, arguments, options = sample(f"{name}.out", "cuda")
+            with pytest.raises(ValueError, match="out begins off a multiple of 32 bytes"):
+                operator(*arguments, out=off_by_one(options["out"]))
+    operator, arguments, _ = sample("append_kv", "cuda")
+    with pytest.raises(ValueError, match="k_cache begins off"):
+        operator(off_by_one(arguments[0]), *arguments[1:])
 
 
 # torch.compile

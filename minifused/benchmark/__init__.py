@@ -1,0 +1,1 @@
+"""The benchmark: what is measured, the records kept of it, and their tables and charts."""
