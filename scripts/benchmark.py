@@ -10,6 +10,7 @@ process, in turns. It also runs on a CPU, with one thread on both sides.
 
 import json
 import sys
+import warnings
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from argparse import RawDescriptionHelpFormatter as Raw
 from collections.abc import Sequence
@@ -179,6 +180,7 @@ def show(args: Namespace, records: Sequence[Record]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run what the flags say; returns 1 if a result of ours was wrong, otherwise 0."""
     args = parse_args(argv)
+    warnings.filterwarnings("ignore", module=r"torch\._inductor")  # advice about rivals' kernels
     if args.from_json is not None:
         show(args, load(args.from_json))
         return 0

@@ -215,7 +215,7 @@ class HuggingFace(Contender):
         model.tie_weights()
         self.model = model.eval().requires_grad_(False)
         self.options: dict[str, Any] = {
-            "eos_token_id": None, "pad_token_id": 0, "top_k": 0, "return_dict_in_generate": True,
+            "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True,
         }  # fmt: skip
         if static:
             self.options["cache_implementation"] = "static"
@@ -232,19 +232,20 @@ class HuggingFace(Contender):
 
         count = followed.shape[1] - prompt
         result = self._generate(
-            tokens[:, :prompt], count, False, output_logits=True, logits_processor=[force]
-        )
+            tokens[:, :prompt], count, do_sample=False, output_logits=True,
+            logits_processor=[force],
+        )  # fmt: skip
         return torch.stack(result.logits, dim=1).float()
 
     def generate(self, prompts: Tensor, count: int) -> Tensor:
-        return self._generate(prompts, count, True).sequences[:, prompts.shape[1] :]
+        result = self._generate(prompts, count, do_sample=True, top_k=0)
+        return result.sequences[:, prompts.shape[1] :]
 
-    def _generate(self, prompts: Tensor, count: int, do_sample: bool, **options: Any) -> Any:
+    def _generate(self, prompts: Tensor, count: int, **options: Any) -> Any:
         mask = torch.ones_like(prompts)
         return self.model.generate(
-            prompts, attention_mask=mask, max_new_tokens=count, do_sample=do_sample,
-            **self.options, **options,
-        )  # fmt: skip
+            prompts, attention_mask=mask, max_new_tokens=count, **self.options, **options
+        )
 
 
 # By name, in the order of the tables: what makes a contender of a configuration and weights.
