@@ -139,6 +139,8 @@ def pick_cases(args: Namespace, device: torch.device) -> Sequence[Case]:
 
 def run(args: Namespace, journal: Journal) -> None:
     """Run the cases of the flags in each dtype; the records go to `journal`."""
+    if args.rounds < 1:
+        raise UserError(f"--rounds is {args.rounds}: at least 1")
     device = resolve_device(args.device)
     if device.type == "cpu":
         torch.set_num_threads(1)  # as many as our kernels use
