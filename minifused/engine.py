@@ -50,7 +50,7 @@ class GPT:
     device: torch.device
     dtype: torch.dtype
     cuda_graph: bool = False
-    _idle: list[Batch] = field(default_factory=list, repr=False, compare=False)
+    _idle: list[Batch] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @classmethod
     def from_pretrained(

@@ -1,5 +1,7 @@
 """Rows that decode together: what a step leaves behind, eager and as a CUDA graph."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import needs_cuda, on_each_device
@@ -89,6 +91,12 @@ def test_steps_that_are_not_finite_are_marked_by_row():
     gpt.model.wpe["weight"][20] = float("nan")
     steps = take(new_batch(gpt, 2, 64, Choice(GREEDY)), [PROMPTS[0], PROMPTS[2]], 6)
     assert [step.finite for step in steps] == [[True, n < 4] for n in range(6)]
+
+
+def test_a_copy_with_another_model_has_batches_of_its_own():
+    gpt = demo("cpu")
+    other = dataclasses.replace(gpt, model=demo("cpu").model)
+    assert other._idle is not gpt._idle
 
 
 # CUDA graphs
