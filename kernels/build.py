@@ -96,15 +96,23 @@ def _compile_once(key: tuple) -> Callable[..., None]:
 
 
 def _compile(builder: Callable, tile: Tile, *static) -> Callable[..., None]:
+    kernel = compile_program(builder, tile, *static)
+    return kernel if tile.is_cuda else _direct_call(kernel)
+
+
+def compile_program(builder: Callable, tile: Tile, *static) -> tilelang.JITKernel:
+    """The kernel as TileLang has it, from its cache on disk if it is there.
+
+    Raises UserError where the compiler it needs is missing.
+    """
     flags = None if tile.is_cuda else CPU_FLAGS
     with tile.target:
         prim_func = builder(tile, *static)
         try:
-            kernel = tilelang.compile(prim_func, target=tile.target, compile_flags=flags)
+            return tilelang.compile(prim_func, target=tile.target, compile_flags=flags)
         except Exception as error:
             _explain_missing_compiler(tile, error)
             raise
-    return kernel if tile.is_cuda else _direct_call(kernel)
 
 
 def lower(builder: Callable, tile: Tile, *static) -> str:

@@ -13,6 +13,7 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
+from minifused.kernels import buckets
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
 from minifused.kernels.schedule import RowSchedule, decode_attention_schedule, next_power_of_2
 from minifused.kernels.tile import Tile
@@ -112,9 +113,10 @@ def _select(
     packed: bool,
     scale: float,
     dtype: torch.dtype,
+    blocks: int,
 ) -> Callable[..., None]:
     tile, name = tile_for(device), dtype_name(dtype)
-    schedule = decode_attention_schedule(tile, head_dim, name)
+    schedule = decode_attention_schedule(tile, head_dim, name, blocks)
     return compile_kernel(
         decode_attention_kernel, tile, heads, head_dim, packed, scale, name, schedule
     )
@@ -130,5 +132,6 @@ def decode_attention(
     """
     packed = q.dim() == 4
     q = q if packed else q.unsqueeze(1)
-    kernel = _select(q.device, *q.shape[2:], packed, scale, q.dtype)
+    blocks = buckets.ceiling(q.shape[0] * q.shape[2], buckets.BLOCKS)
+    kernel = _select(q.device, *q.shape[2:], packed, scale, q.dtype, blocks)
     kernel(q, k_cache, v_cache, lengths, out)

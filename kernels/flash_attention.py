@@ -13,6 +13,7 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
+from minifused.kernels import buckets
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
 from minifused.kernels.online_softmax import online_softmax
 from minifused.kernels.schedule import AttentionSchedule, attention_schedule
@@ -116,9 +117,10 @@ def _select(
     ragged: bool,
     scale: float,
     dtype: torch.dtype,
+    keys: int,
 ) -> Callable[..., None]:
     tile, name = tile_for(device), dtype_name(dtype)
-    schedule = attention_schedule(tile, head_dim, name)
+    schedule = attention_schedule(tile, head_dim, name, causal, keys)
     return compile_kernel(
         flash_attention_kernel, tile, heads, head_dim, packed, causal, ragged, scale, name, schedule
     )
@@ -142,5 +144,6 @@ def flash_attention(
     packed = q.dim() == 5
     q, k, v = (x if packed else x.unsqueeze(2) for x in (q, k, v))
     ragged = q_lengths is not None
-    kernel = _select(q.device, *q.shape[3:], packed, causal, ragged, scale, q.dtype)
+    keys = buckets.ceiling(k.shape[1], buckets.KEYS)
+    kernel = _select(q.device, *q.shape[3:], packed, causal, ragged, scale, q.dtype, keys)
     kernel(q, k, v, q_lengths, kv_lengths, out)

@@ -12,8 +12,9 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
+from minifused.kernels import buckets
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
-from minifused.kernels.schedule import RowSchedule, row_schedule
+from minifused.kernels.schedule import RowSchedule, row_schedule, tuned
 from minifused.kernels.tile import Tile
 
 MAX_COLUMNS_IN_REGISTERS = 8192
@@ -88,15 +89,26 @@ def layer_norm_kernel(
     return layer_norm
 
 
+def layer_norm_schedule(tile: Tile, m: int, n: int, dtype: str) -> RowSchedule:
+    rule = row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
+    return tuned(tile, "layer_norm", buckets.row(m, n), dtype, rule)
+
+
 @functools.cache
 def _select(
-    device: torch.device, n: int, eps: float, dtype: torch.dtype, out_dtype: torch.dtype
+    device: torch.device,
+    m: int,
+    n: int,
+    eps: float,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
 ) -> Callable[..., None]:
-    tile, names = tile_for(device), map(dtype_name, (dtype, out_dtype))
-    schedule = row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
+    tile, names = tile_for(device), (dtype_name(dtype), dtype_name(out_dtype))
+    schedule = layer_norm_schedule(tile, m, n, names[1])
     return compile_kernel(layer_norm_kernel, tile, n, eps, *names, schedule)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor) -> None:
     """Write the normalised rows of x (m, n) to out (m, n); weight, bias (n,); all contiguous."""
-    _select(x.device, x.shape[1], eps, x.dtype, out.dtype)(x, weight, bias, out)
+    m = buckets.ceiling(x.shape[0], buckets.ROWS)
+    _select(x.device, m, x.shape[1], eps, x.dtype, out.dtype)(x, weight, bias, out)

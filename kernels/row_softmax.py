@@ -12,8 +12,9 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
+from minifused.kernels import buckets
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
-from minifused.kernels.schedule import RowSchedule, row_schedule
+from minifused.kernels.schedule import RowSchedule, row_schedule, tuned
 from minifused.kernels.tile import Tile
 
 MAX_COLUMNS_IN_REGISTERS = 8192
@@ -71,15 +72,26 @@ def row_softmax_kernel(
     return row_softmax
 
 
+def row_softmax_schedule(tile: Tile, m: int, n: int, dtype: str) -> RowSchedule:
+    rule = row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
+    return tuned(tile, "row_softmax", buckets.row(m, n), dtype, rule)
+
+
 @functools.cache
 def _select(
-    device: torch.device, n: int, valid: int, dtype: torch.dtype, out_dtype: torch.dtype
+    device: torch.device,
+    m: int,
+    n: int,
+    valid: int,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
 ) -> Callable[..., None]:
-    tile, names = tile_for(device), map(dtype_name, (dtype, out_dtype))
-    schedule = row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
+    tile, names = tile_for(device), (dtype_name(dtype), dtype_name(out_dtype))
+    schedule = row_softmax_schedule(tile, m, n, names[0])
     return compile_kernel(row_softmax_kernel, tile, n, valid, *names, schedule)
 
 
 def row_softmax(x: Tensor, valid: int, out: Tensor) -> None:
     """Write softmax(x (m, n)) over the first `valid` columns to out (m, n), both contiguous."""
-    _select(x.device, x.shape[1], valid, x.dtype, out.dtype)(x, out)
+    m = buckets.ceiling(x.shape[0], buckets.ROWS)
+    _select(x.device, m, x.shape[1], valid, x.dtype, out.dtype)(x, out)

@@ -1,16 +1,19 @@
 """Schedules: the sizes a kernel is cut into, per machine and shape.
 
-A schedule never changes what a kernel computes. The choices here are rules; a CPU wants tiles that
-stay in L1 and L2, a GPU wants wide tiles while there are enough of them to fill it.
+A schedule never changes what a kernel computes. A table may have a measured one; without, the rules
+here choose: a CPU wants tiles that stay in L1 and L2, a GPU wants wide tiles while there are enough
+of them to fill it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TypeVar
 
+from minifused.kernels import buckets, schedule_table
+from minifused.kernels.limits import ITEM_BYTES, has_bulk_copies, violation
 from minifused.kernels.tile import Tile
-
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,43 @@ class RowSchedule:
     num_threads: int
 
 
-def shared_memory_limit(tile: Tile) -> int:
-    """Bytes of shared memory a block may have (CUDA programming guide, less 1 KiB for barriers)."""
-    limits = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-    return limits.get(tile.capability, 101376 if tile.capability >= 80 else 65536) - 1024
+Schedule = GemmSchedule | SkinnySchedule | AttentionSchedule | RowSchedule
+S = TypeVar("S", bound=Schedule)
+
+
+def tuned(
+    tile: Tile,
+    kernel: str,
+    bucket: str,
+    dtype: str,
+    rule: S,
+    head_dim: int = 0,
+    user: bool = True,
+) -> S:
+    """The schedule that a table has for a bucket of shapes, or that of the rules.
+
+    `head_dim` is flash_attention's. Without `user`, only the package's table counts.
+    """
+
+    def parse(values: Mapping[str, int]) -> S:
+        schedule = from_fields(type(rule), values)
+        if reason := violation(tile, kernel, dtype, schedule, head_dim):
+            raise ValueError(reason)
+        return schedule
+
+    found = schedule_table.find(tile, kernel, bucket, dtype, parse, user)
+    return rule if found is None else found
+
+
+def from_fields(kind: type[S], values: Mapping[str, int]) -> S:
+    """The schedule with these values; raises ValueError if they are not those of its fields."""
+    names = [field.name for field in fields(kind)]
+    if sorted(values) != sorted(names):
+        raise ValueError(f"expected the fields {', '.join(names)}, not {', '.join(values)}")
+    for name, value in values.items():
+        if type(value) is not int or value < int(name != "swizzle"):
+            raise ValueError(f"{name} is {value!r}: expected a positive number")
+    return kind(**values)
 
 
 def next_power_of_2(x: int) -> int:
@@ -56,6 +92,10 @@ def next_power_of_2(x: int) -> int:
 
 
 def gemm_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> GemmSchedule:
+    return tuned(tile, "gemm", buckets.gemm(m, n, k), dtype, _gemm_rule(tile, m, n, k, dtype))
+
+
+def _gemm_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> GemmSchedule:
     if not tile.is_cuda:
         rows = 4 if m <= 16 else 24
         return GemmSchedule(rows, 96, min(256, next_power_of_2(k)), 1, 1)
@@ -70,13 +110,26 @@ def gemm_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> GemmSchedul
 
 
 def skinny_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SkinnySchedule:
+    rule = _skinny_rule(tile, m, dtype)
+    return tuned(tile, "skinny_gemm", buckets.skinny_gemm(m, n, k), dtype, rule)
+
+
+def _skinny_rule(tile: Tile, m: int, dtype: str) -> SkinnySchedule:
     if not tile.is_cuda:
         return SkinnySchedule(1, 8, 8, 1)  # 8 accumulators of one AVX2 register each
     lane_bytes = 32 * 16  # a warp reads 512 bytes of a weight row at a time
     return SkinnySchedule(next_power_of_2(m), 8, lane_bytes // ITEM_BYTES[dtype], 256)
 
 
-def attention_schedule(tile: Tile, head_dim: int, dtype: str) -> AttentionSchedule:
+def attention_schedule(
+    tile: Tile, head_dim: int, dtype: str, causal: bool = True, keys: int = 1024
+) -> AttentionSchedule:
+    bucket = buckets.flash_attention(head_dim, causal, keys)
+    rule = _attention_rule(tile, head_dim, dtype)
+    return tuned(tile, "flash_attention", bucket, dtype, rule, head_dim)
+
+
+def _attention_rule(tile: Tile, head_dim: int, dtype: str) -> AttentionSchedule:
     if not tile.is_cuda:
         return AttentionSchedule(32, 64, 1, 1)
     if dtype == "float32":
@@ -84,7 +137,7 @@ def attention_schedule(tile: Tile, head_dim: int, dtype: str) -> AttentionSchedu
         # puts a barrier into a branch that only half of the threads take.
         return AttentionSchedule(64, 32, 1, 64)
     # Without TMA a pipeline whose length is only known at run time does not compile.
-    bulk_copies = tile.capability >= 90 and head_dim * ITEM_BYTES[dtype] % 16 == 0
+    bulk_copies = has_bulk_copies(tile, head_dim * ITEM_BYTES[dtype])
     if head_dim > 128:
         return AttentionSchedule(64, 64, 1, 128)
     return AttentionSchedule(128, 128 if bulk_copies else 64, 2 if bulk_copies else 1, 256)
@@ -98,6 +151,10 @@ def row_schedule(tile: Tile, n: int, limit: int) -> RowSchedule:
     return RowSchedule(max(block_n, 32), max(32, min(256, block_n // 8)))
 
 
-def decode_attention_schedule(tile: Tile, head_dim: int, dtype: str) -> RowSchedule:
-    """`block_n` keys at a time."""
-    return RowSchedule(64, 128) if tile.is_cuda else RowSchedule(16, 1)
+def decode_attention_schedule(
+    tile: Tile, head_dim: int, dtype: str, blocks: int = 1
+) -> RowSchedule:
+    """`block_n` keys at a time; `blocks` is the batch times the heads."""
+    rule = RowSchedule(64, 128) if tile.is_cuda else RowSchedule(16, 1)
+    bucket = buckets.decode_attention(head_dim, blocks)
+    return tuned(tile, "decode_attention", bucket, dtype, rule, head_dim)

@@ -11,8 +11,9 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
+from minifused.kernels import buckets
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
-from minifused.kernels.schedule import ITEM_BYTES, RowSchedule, row_schedule
+from minifused.kernels.schedule import ITEM_BYTES, RowSchedule, row_schedule, tuned
 from minifused.kernels.tile import Tile
 
 BLOCK_BYTES = 256 * 32  # of each vector: on most, two accesses a thread are on their way
@@ -48,7 +49,8 @@ def vector_add_kernel(tile: Tile, dtype: str, schedule: RowSchedule):
 
 def vector_add_schedule(tile: Tile, dtype: str) -> RowSchedule:
     block_n = BLOCK_BYTES // ITEM_BYTES[dtype]
-    return row_schedule(tile, block_n, block_n)
+    rule = row_schedule(tile, block_n, block_n)
+    return tuned(tile, "vector_add", buckets.ANY_LENGTH, dtype, rule)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """What TileLang makes of a kernel: the instructions it chose and the resources they take.
 
-A case is a kernel with the static sizes of a workload and the schedule that the rules give it: what
-runs. It is lowered to source without a GPU, and the source is read. Counts are of places in the
-text: one in a loop counts once. `assembly.py` asks nvcc for what only the machine code shows.
+A case is a kernel with the static sizes of a workload and the schedule that a launcher would take:
+what runs. It is lowered to source without a GPU, and the source is read. Counts are of places in
+the text: one in a loop counts once. `assembly.py` asks nvcc for what only the machine code shows.
 """
 
 import contextlib
@@ -19,15 +19,16 @@ import torch
 from minifused import workloads
 from minifused.config import PRESETS
 from minifused.errors import UserError
-from minifused.kernels import append_kv, layer_norm, row_softmax, schedule
+from minifused.kernels import append_kv, schedule
 from minifused.kernels.append_kv import append_kv_kernel
 from minifused.kernels.build import dtype_name, tile_for
 from minifused.kernels.decode_attention import decode_attention_kernel
 from minifused.kernels.flash_attention import flash_attention_kernel
 from minifused.kernels.gemm import gemm_kernel
-from minifused.kernels.layer_norm import layer_norm_kernel
+from minifused.kernels.layer_norm import layer_norm_kernel, layer_norm_schedule
+from minifused.kernels.limits import shared_memory_limit
 from minifused.kernels.print_tile import COLUMNS, print_tile
-from minifused.kernels.row_softmax import row_softmax_kernel
+from minifused.kernels.row_softmax import row_softmax_kernel, row_softmax_schedule
 from minifused.kernels.skinny_gemm import skinny_gemm_kernel
 from minifused.kernels.tile import CPU, Tile
 from minifused.ops import MAX_HEAD_DIM, MAX_SKINNY_ROWS
@@ -107,12 +108,14 @@ def _linear(
 def _attention(tile: Tile, dtype: str, w: AttentionWorkload) -> tuple[Callable, tuple, Any]:
     ragged = w.q_lengths is not None or w.kv_lengths is not None
     static = (w.heads, w.head_dim, w.packed, w.causal, ragged, w.head_dim**-0.5, dtype)
-    return flash_attention_kernel, static, schedule.attention_schedule(tile, w.head_dim, dtype)
+    chosen = schedule.attention_schedule(tile, w.head_dim, dtype, w.causal, w.k_len)
+    return flash_attention_kernel, static, chosen
 
 
 def _decode(tile: Tile, dtype: str, w: DecodeWorkload) -> tuple[Callable, tuple, Any]:
     static = (w.heads, w.head_dim, w.packed, w.head_dim**-0.5, dtype)
-    chosen = schedule.decode_attention_schedule(tile, w.head_dim, dtype)
+    blocks = len(w.lengths) * w.heads
+    chosen = schedule.decode_attention_schedule(tile, w.head_dim, dtype, blocks)
     return decode_attention_kernel, static, chosen
 
 
@@ -123,13 +126,13 @@ def _append(tile: Tile, dtype: str, w: AppendWorkload) -> tuple[Callable, tuple,
 
 
 def _softmax(tile: Tile, dtype: str, w: SoftmaxWorkload) -> tuple[Callable, tuple, Any]:
-    chosen = schedule.row_schedule(tile, w.n, row_softmax.MAX_COLUMNS_IN_REGISTERS)
+    chosen = row_softmax_schedule(tile, w.m, w.n, dtype)
     return row_softmax_kernel, (w.n, w.valid or w.n, dtype, dtype), chosen
 
 
 def _layer_norm(tile: Tile, dtype: str, w: LayerNormWorkload) -> tuple[Callable, tuple, Any]:
     x_dtype = dtype if w.x_dtype is None else dtype_name(w.x_dtype)
-    chosen = schedule.row_schedule(tile, w.n, layer_norm.MAX_COLUMNS_IN_REGISTERS)
+    chosen = layer_norm_schedule(tile, w.m, w.n, dtype)
     return layer_norm_kernel, (w.n, EPS, x_dtype, dtype), chosen
 
 
@@ -285,7 +288,7 @@ def source_facts(case: Case, lowered: Lowered) -> Facts:
         "threads a block": int(bounds[1]) if bounds else 1,
         "threads of the schedule": case.schedule.num_threads,
         "dynamic shared memory, bytes": lowered.shared_bytes,
-        "its limit, bytes": schedule.shared_memory_limit(case.tile) if cuda else None,
+        "its limit, bytes": shared_memory_limit(case.tile) if cuda else None,
     }
 
 

@@ -11,6 +11,7 @@ kept there: a second run compiles and times nothing.
   tune.py flash_attention                      each bucket of the benchmark's shapes
 """
 
+import itertools
 import json
 import sys
 import tempfile
@@ -24,11 +25,11 @@ from tqdm import tqdm
 from minifused.engine import DTYPES, resolve_device, resolve_dtype
 from minifused.errors import UserError, run_cli
 from minifused.inspection import ARCHS
-from minifused.kernels.build import tile_for
 from minifused.tuning import report
 from minifused.tuning.journal import Journal
-from minifused.tuning.search import Options, Result, Searcher, default_jobs, store
-from minifused.tuning.task import Task, candidates
+from minifused.tuning.search import Options, Result, Searcher, default_jobs
+from minifused.tuning.tables import store
+from minifused.tuning.task import Task, arch_of, candidates
 from minifused.tuning.tunables import TUNABLES, Tunable, is_its_own, named_workloads
 from minifused.workloads import Workload
 
@@ -56,8 +57,10 @@ def parse_args(argv: list[str] | None) -> Namespace:
 def add_search_flags(p: ArgumentParser) -> None:
     text = "candidates to compile, spread over the space; default: all"
     p.add_argument("--max", type=positive, metavar="N", help=text)
-    text = "for a candidate to compile, and for it to run (default: 120)"
-    p.add_argument("--timeout", type=seconds, default=120.0, metavar="SECONDS", help=text)
+    text = "for a candidate to be judged and timed, or its process is killed (default: 30)"
+    p.add_argument("--timeout", type=seconds, default=30.0, metavar="SECONDS", help=text)
+    text = "for it to compile (default: 300)"
+    p.add_argument("--compile-timeout", type=seconds, default=300.0, metavar="SECONDS", help=text)
     text = "compile in N processes before anything is timed; 0: one by one (default: by cores)"
     p.add_argument("--jobs", type=count, metavar="N", help=text)
     p.add_argument("--fresh", action="store_true", help="forget what earlier runs found")
@@ -92,7 +95,7 @@ def make_tasks(args: Namespace) -> list[Task]:
     tunable, arch, device = TUNABLES[args.kernel], args.arch, None
     if arch is None:
         device = resolve_device(args.device)
-        arch = tile_for(device).arch
+        arch = arch_of(device)
     arch = "" if arch == "c" else arch
     kind = "cuda" if arch else "cpu"
     dtype = task_dtype(args.dtype, device, arch)
@@ -127,16 +130,23 @@ def search(args: Namespace, tasks: Sequence[Task]) -> list[Result]:
     on_cuda = bool(tasks[0].arch)
     options = Options(
         timeout=args.timeout,
+        compile_timeout=args.compile_timeout,
         jobs=default_jobs(on_cuda) if args.jobs is None else args.jobs,
         most=args.max,
         fresh=args.fresh,
         registers=args.registers,
     )
     results = []
+    compiled = itertools.count(1)  # beside the bar, which waits for the timing
     with (
         tempfile.TemporaryDirectory(prefix="tune-") as folder,
         progress(tasks, args) as bar,
-        Searcher(Path(folder), options, bar.update) as searcher,
+        Searcher(
+            Path(folder),
+            options,
+            on_candidate=bar.update,
+            on_compile=lambda: bar.set_postfix_str(f"{next(compiled)} compiled"),
+        ) as searcher,
     ):
         for task in tasks:
             bar.set_description(task.name)
@@ -179,10 +189,10 @@ def main(argv: list[str] | None = None) -> int:
     results = search(args, tasks)
     if args.json:
         print(json.dumps(report.document(results), indent=1))
-    unsettled = [(r.task.name, o) for r in results if (o := report.unsettled(r)) is not None]
-    for name, outcome in unsettled:
+    failed = [(r.task.name, o) for r in results if (o := report.failed_rule(r)) is not None]
+    for name, outcome in failed:
         print(f"{name}: the rules' schedule: {outcome.status}: {outcome.reason}", file=sys.stderr)
-    return 1 if unsettled else 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Settings of the test process."""
 
+import os
+
+import pytest
 import torch
 
 from minifused.kernels import build
@@ -24,3 +27,9 @@ def _checked_call(kernel):
 
 # A launcher that hands over a wrong shape or stride fails on a CPU as it would on a GPU.
 build._direct_call = _checked_call
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_table_of_the_users(tmp_path_factory):
+    """The schedules are those of the rules and of the package, whatever was tuned here."""
+    os.environ["MINIFUSED_CACHE_DIR"] = str(tmp_path_factory.mktemp("no-table"))

@@ -12,6 +12,7 @@ from minifused.kernels.decode_attention import decode_attention_kernel
 from minifused.kernels.flash_attention import flash_attention_kernel
 from minifused.kernels.gemm import gemm_kernel
 from minifused.kernels.layer_norm import MAX_COLUMNS_IN_REGISTERS, layer_norm_kernel
+from minifused.kernels.limits import shared_memory_limit
 from minifused.kernels.row_softmax import row_softmax_kernel
 from minifused.kernels.skinny_gemm import skinny_gemm_kernel
 from minifused.kernels.tile import CPU, Tile
@@ -263,7 +264,7 @@ def test_no_barrier_splits_a_group_of_threads(make, dtype):
 
 
 def assert_shared_memory_fits(arch, shared):
-    assert shared <= schedule.shared_memory_limit(Tile(arch))
+    assert shared <= shared_memory_limit(Tile(arch))
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 KERNELS = sorted((ROOT / "kernels").glob("*.py"))
 SOURCES = [
     path
-    for folder in ("minifused", "minifused/benchmark", "scripts")
+    for folder in ("minifused", "minifused/benchmark", "minifused/tuning", "scripts")
     for path in sorted((ROOT / folder).glob("*.py"))
 ]
 # Only these know that there are kernels: the seam all of them, the others compile statistics and,
@@ -49,7 +49,8 @@ def kernels_of(names):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_only_the_seam_imports_kernels(path):
-    allowed = KERNEL_USERS.get(path.name, set())
+    # All of tuning is about kernels, which it compiles with schedules of its own.
+    allowed = None if path.parent.name == "tuning" else KERNEL_USERS.get(path.name, set())
     names = imported_modules(path)
     if allowed is not None:
         assert kernels_of(names) <= allowed

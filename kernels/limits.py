@@ -1,0 +1,152 @@
+"""Which schedules cannot work: shared memory, registers, and what TileLang does not compile.
+
+`violation` says why before anything is compiled. Shared memory is counted as TileLang's lowering
+counts it; lowering checks no limit, and a kernel over it fails only at its launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from minifused.kernels.tile import Tile
+
+if TYPE_CHECKING:
+    from minifused.kernels.schedule import AttentionSchedule, GemmSchedule
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+MAX_THREADS = 1024  # of a block
+PRODUCER_THREADS = 128  # that TileLang adds to a block whose copies it gives warps of their own
+MAX_ACCUMULATORS = 192  # float32 a thread: it has 255 registers, for addresses and operands too
+CPU_TILE_BYTES = 1 << 20  # local arrays lie on the C stack
+
+# Kernels whose tiles go through a pipeline in shared memory.
+PIPELINED = ("gemm", "flash_attention")
+# Kernels that add up over the threads of a block.
+REDUCING = ("skinny_gemm", "decode_attention", "row_softmax", "layer_norm")
+
+
+def shared_memory_limit(tile: Tile) -> int:
+    """Bytes of shared memory a block may have (CUDA programming guide, less 1 KiB for barriers)."""
+    limits = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+    return limits.get(tile.capability, 101376 if tile.capability >= 80 else 65536) - 1024
+
+
+def has_bulk_copies(tile: Tile, row_bytes: int) -> bool:
+    """Whether TMA copies rows of this size; it wants multiples of 16 bytes."""
+    return tile.capability >= 90 and row_bytes % 16 == 0
+
+
+def padded_head(tile: Tile, dtype: str, head_dim: int) -> int:
+    """Columns of a head in shared memory: the tensor core multiplies 16 deep."""
+    return -(-head_dim // 16) * 16 if tile.has_tensor_core(dtype) else head_dim
+
+
+def shared_memory(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: int = 0) -> int:
+    """Bytes of dynamic shared memory a block takes, 0 for a kernel that has only a few.
+
+    Output tiles reuse the pipeline's; a gemm's may be float32. `head_dim` is flash_attention's.
+    """
+    if not tile.is_cuda:
+        return 0
+    if kernel == "gemm":
+        return _gemm_bytes(ITEM_BYTES[dtype], schedule)
+    if kernel == "flash_attention":
+        return _attention_bytes(tile, dtype, schedule, head_dim)
+    return 0
+
+
+def _gemm_bytes(item: int, s: GemmSchedule) -> int:
+    pipeline = s.num_stages * (s.block_m + s.block_n) * s.block_k * item
+    return max(pipeline, s.block_m * s.block_n * 4)
+
+
+def _attention_bytes(tile: Tile, dtype: str, s: AttentionSchedule, head_dim: int) -> int:
+    item, dim = ITEM_BYTES[dtype], padded_head(tile, dtype, head_dim)
+    tiles = item * dim * (s.block_m + 2 * max(1, s.num_stages) * s.block_n)
+    # float32 probabilities go through shared memory too
+    return tiles if tile.has_tensor_core(dtype) else tiles + item * s.block_m * s.block_n
+
+
+def violation(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: int = 0) -> str:
+    """Why a schedule cannot work, "" if nothing is known against it."""
+    if not tile.is_cuda:
+        return next(_on_cpu(kernel, schedule, head_dim), "")
+    return next(_on_cuda(tile, kernel, dtype, schedule, head_dim), "")
+
+
+def _on_cpu(kernel: str, s: Any, head_dim: int) -> Iterator[str]:
+    if s.num_threads != 1:
+        yield f"{s.num_threads} threads: a block has 1 on a CPU"
+    elements = _cpu_elements(kernel, s, head_dim)
+    if 4 * elements > CPU_TILE_BYTES:
+        yield f"over budget: tiles of {4 * elements} bytes, and a CPU's stack has {CPU_TILE_BYTES}"
+
+
+def _cpu_elements(kernel: str, s: Any, head_dim: int) -> int:
+    """Of all local arrays of a block, roughly."""
+    if kernel == "gemm":
+        return (s.block_m + s.block_n) * s.block_k + 3 * s.block_m * s.block_n
+    if kernel == "flash_attention":
+        return (3 * s.block_m + 2 * s.block_n) * head_dim + 2 * s.block_m * s.block_n
+    if kernel == "skinny_gemm":
+        return s.block_m * s.block_n * (s.block_k + 1)
+    return 2 * s.block_n * max(1, head_dim)
+
+
+def _on_cuda(tile: Tile, kernel: str, dtype: str, s: Any, head_dim: int) -> Iterator[str]:
+    threads = s.num_threads + (PRODUCER_THREADS if kernel in PIPELINED else 0)
+    if s.num_threads % 32 or threads > MAX_THREADS:
+        yield f"{s.num_threads} threads: expected whole warps, and at most {MAX_THREADS} in all"
+    shared = shared_memory(tile, kernel, dtype, s, head_dim)
+    if shared > shared_memory_limit(tile):
+        limit = shared_memory_limit(tile)
+        yield f"over budget: {shared} bytes of shared memory, and {tile.arch} has {limit}"
+    if kernel == "gemm" and tile.has_tensor_core(dtype):
+        yield from _gemm_warps(s)
+    if kernel == "flash_attention":
+        yield from _attention_warps(tile, dtype, s, head_dim)
+    if kernel in REDUCING and s.num_threads & (s.num_threads - 1):
+        yield f"{s.num_threads} threads: a reduction over threads halves them, so a power of 2"
+
+
+def spill(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: int = 0) -> str:
+    """Why a schedule that works would be slow for want of registers, "" if it has enough."""
+    if not tile.is_cuda:
+        return ""
+    per_thread = _accumulators(tile, kernel, dtype, schedule, head_dim)
+    if per_thread <= MAX_ACCUMULATORS:
+        return ""
+    return f"{per_thread} accumulators a thread: over {MAX_ACCUMULATORS} spill"
+
+
+def _accumulators(tile: Tile, kernel: str, dtype: str, s: Any, head_dim: int) -> int:
+    """Float32 registers a thread that hold what lives through the main loop."""
+    if kernel == "gemm":
+        elements = s.block_m * s.block_n
+    elif kernel == "flash_attention":
+        elements = s.block_m * (s.block_n + padded_head(tile, dtype, head_dim))
+    elif kernel == "skinny_gemm":
+        elements = s.block_m * s.block_n * s.block_k
+    else:
+        elements = s.block_n * (2 * head_dim if kernel == "decode_attention" else 1)
+    return elements // s.num_threads
+
+
+def _gemm_warps(s: GemmSchedule) -> Iterator[str]:
+    if s.block_m % 16 or s.block_n % 16 or s.block_k % 16:
+        # below 16 rows TileLang stops; on sm_90 columns of 8 modulo 16 come out wrong
+        yield "tensor-core tiles are multiples of 16 in all three sizes"
+    tiles = (s.block_m // 16) * (s.block_n // 8)
+    if s.num_threads // 32 > tiles:
+        yield f"{s.num_threads // 32} warps for {tiles} tiles of 16 x 8: each needs one"
+
+
+def _attention_warps(tile: Tile, dtype: str, s: AttentionSchedule, head_dim: int) -> Iterator[str]:
+    if not tile.has_tensor_core(dtype):
+        if s.num_threads != s.block_m:
+            yield "a barrier in a branch: float32 takes one thread a row"
+    elif s.block_m % (s.num_threads // 32 * 16) or s.block_n % 16:
+        yield "each warp needs whole tiles of 16 rows, and keys by 16"
+    if s.num_stages > 1 and not has_bulk_copies(tile, head_dim * ITEM_BYTES[dtype]):
+        yield f"{s.num_stages} stages: without TMA a pipeline of unknown length does not compile"

@@ -1,0 +1,62 @@
+"""The runner that outlives what it runs: three planted faults, and a good kernel behind them."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from minifused.tour import faults
+from minifused.tour.blocks import Block, Figure, Section, Table
+from minifused.tour.source import function
+from minifused.tour.stage import Stage
+from minifused.tuning.outcome import COMPILE_ERROR, OK, TIMEOUT, WRONG_RESULT
+from minifused.tuning.task import Task, arch_of
+from minifused.tuning.worker import Worker
+from minifused.workloads import SoftmaxWorkload
+
+SECONDS = {"cpu": 6.0, "cuda": 60.0}  # for a candidate: nvcc takes its time
+# What is planted, in this order, and how it has to end.
+PLANTED = {
+    "a call of no function": (faults.DOES_NOT_COMPILE, COMPILE_ERROR),
+    "a column left out": (faults.IS_WRONG, WRONG_RESULT),
+    "a loop without end": (faults.HANGS, TIMEOUT),
+    "the model's own softmax": (0, OK),
+}
+
+
+def run_survival(stage: Stage) -> Iterator[Block | Figure]:
+    yield function("the planted faults, minifused/tour/faults.py", faults.faulty_kernel)
+    task = Task(
+        faults.TUNABLE, SoftmaxWorkload("small", 8, 40), arch_of(stage.device), torch.float32
+    )
+    rows, ended = [], {}
+    rule = task.recipe()[2]
+    with Worker(stage.folder) as worker:
+        for name, (fault, expected) in PLANTED.items():
+            schedule = replace(faults.rule(task.tile), block_n=fault) if fault else rule
+            start = time.perf_counter()
+            outcome = worker.run(task, "measure", schedule, SECONDS[stage.device.type])
+            seconds = f"{time.perf_counter() - start:.1f}"
+            rows.append((name, outcome.status, seconds, outcome.reason or "-"))
+            ended[name] = outcome.status
+            yield Figure(name, outcome.status)
+        started = worker.started
+    heads = ("planted", "ended as", "seconds", "reason recorded")
+    yield Table("Four candidates in a row", heads, tuple(rows))
+    yield Figure("processes", started)
+    wrong = [name for name, (_, expected) in PLANTED.items() if ended[name] != expected]
+    if wrong:
+        raise RuntimeError(f"did not end as expected: {', '.join(wrong)}")
+
+
+SURVIVAL = Section(
+    "survival",
+    "A runner that survives failures",
+    "Candidates are compiled and run in a process of their own, asked over a pipe. A kernel that "
+    "does not compile, writes a wrong result or never returns ends as a recorded reason: after a "
+    "wrong result the process is replaced, since it may have written where it should not, and "
+    "after a time-out it is killed with the compilers it started. The last line shows that the "
+    "next candidate runs as if nothing had been.",
+    run_survival,
+)

@@ -1,0 +1,109 @@
+"""The search spaces: which schedules of a kernel are worth a try on a machine.
+
+Each is a function of (tile, dtype, workload). What a space holds may yet break a limit of
+`kernels.limits`, which says why, so that the list of candidates shows where the space ends.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+from minifused.kernels.limits import ITEM_BYTES
+from minifused.kernels.schedule import (
+    AttentionSchedule,
+    GemmSchedule,
+    RowSchedule,
+    SkinnySchedule,
+    next_power_of_2,
+)
+from minifused.kernels.tile import Tile
+from minifused.workloads import (
+    AttentionWorkload,
+    DecodeWorkload,
+    LayerNormWorkload,
+    LinearWorkload,
+    SoftmaxWorkload,
+    VectorAddWorkload,
+)
+
+SWIZZLE = 10  # panels of blocks that share their operands in L2
+THREADS = (32, 64, 128, 256, 512, 1024)
+VALUES_A_THREAD = (4, 64)  # of a row: 16 bytes at a time, and no spills
+
+
+def gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[GemmSchedule]:
+    if not tile.is_cuda:
+        rows = (4, 12, 24, 48) if w.m > 4 else (1, 2, 4)
+        for m, n, k in product(rows, (48, 96, 192), (64, 128, 256)):
+            yield GemmSchedule(m, n, k, 1, 1)
+    elif tile.has_tensor_core(dtype):
+        yield from _gemm_on_tensor_cores(w)
+    else:
+        tiles = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128))
+        for (m, n), k, stages, threads in product(tiles, (16, 32), (2, 3), (128, 256)):
+            yield GemmSchedule(m, n, k, stages, threads, SWIZZLE)
+
+
+def _gemm_on_tensor_cores(w: LinearWorkload) -> Iterator[GemmSchedule]:
+    tiles = [(64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (128, 192), (128, 256)]
+    tiles += [(256, 64), (192, 128), (256, 128)] if w.m > 64 else [(16, 64), (32, 64), (32, 128)]
+    pipelines = ((32, 4), (64, 2), (64, 3), (64, 4), (128, 2), (128, 3))  # block_k, stages
+    for (m, n), (k, stages), threads in product(tiles, pipelines, (128, 256, 384)):
+        if threads == (384 if m == 192 else 128) or (threads == 256 and m % 128 == 0):
+            for swizzle in (SWIZZLE, 0) if k == 64 and stages > 2 else (SWIZZLE,):
+                yield GemmSchedule(m, n, k, stages, threads, swizzle)
+
+
+def skinny_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SkinnySchedule]:
+    if not tile.is_cuda:
+        for m, n, k in product((1, 2), (2, 4, 8, 16), (8, 16, 32)):
+            yield SkinnySchedule(m, n, k, 1)
+        return
+    lanes = [512 * times // ITEM_BYTES[dtype] for times in (1, 2, 4)]  # 512 bytes: 16 a lane
+    rows = next_power_of_2(w.m)
+    for n, k, threads in product((1, 2, 4, 8, 16, 32), lanes, (32, 64, 128, 256, 512)):
+        if 8 <= n * k // threads <= 64:
+            yield SkinnySchedule(rows, n, k, threads)
+
+
+def flash_attention(tile: Tile, dtype: str, w: AttentionWorkload) -> Iterator[AttentionSchedule]:
+    if not tile.is_cuda:
+        for m, n in product((16, 32, 64), (32, 64, 128)):
+            yield AttentionSchedule(m, n, 1, 1)
+    elif tile.has_tensor_core(dtype):
+        for m, n, stages in product((64, 128, 192), (32, 64, 96, 128, 192), (1, 2, 3)):
+            for threads in (2 * m, m):  # a warp for 16 rows, or for 32
+                yield AttentionSchedule(m, n, stages, threads)
+    else:
+        for m, n, stages in product((32, 64, 128), (16, 32, 64), (1, 2)):
+            yield AttentionSchedule(m, n, stages, m)
+
+
+def decode_attention(tile: Tile, dtype: str, w: DecodeWorkload) -> Iterator[RowSchedule]:
+    if not tile.is_cuda:
+        yield from (RowSchedule(n, 1) for n in (4, 8, 16, 32, 64))
+        return
+    dim = next_power_of_2(w.head_dim)
+    for n, threads in product((16, 32, 64, 128, 256), (64, 128, 256, 512)):
+        if 8 <= n * dim // threads <= 96:
+            yield RowSchedule(n, threads)
+
+
+def row(tile: Tile, dtype: str, w: SoftmaxWorkload | LayerNormWorkload) -> Iterator[RowSchedule]:
+    """A row as one block of columns, or in pieces."""
+    whole = next_power_of_2(w.n)
+    if not tile.is_cuda:
+        pieces = {n for n in (256, 1024, 4096, 8192) if n < whole}
+        yield from (RowSchedule(n, 1) for n in sorted(pieces | {min(whole, 16384)}))
+        return
+    pieces = {n for n in (1024, 2048, 4096, 8192, 16384) if n < whole}
+    least, most = VALUES_A_THREAD
+    for n, threads in product(sorted(pieces | {max(32, min(whole, 32768))}), THREADS):
+        if least <= n // threads <= most:
+            yield RowSchedule(n, threads)
+
+
+def vector_add(tile: Tile, dtype: str, w: VectorAddWorkload) -> Iterator[RowSchedule]:
+    for kib, threads in product((2, 4, 8, 16, 32), (64, 128, 256, 512) if tile.is_cuda else (1,)):
+        block = kib * 1024 // ITEM_BYTES[dtype]
+        if not tile.is_cuda or block * ITEM_BYTES[dtype] >= 16 * threads:
+            yield RowSchedule(block, threads)

@@ -1,0 +1,226 @@
+"""What can be tuned: each kernel with its search space, its shapes and how it is called."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from minifused import inspection, ops, workloads
+from minifused.errors import UserError
+from minifused.inspection import Recipe
+from minifused.kernels import buckets
+from minifused.kernels.schedule import Schedule
+from minifused.kernels.tile import Tile
+from minifused.kernels.vector_add import vector_add_kernel, vector_add_schedule
+from minifused.tuning import spaces
+from minifused.workloads import (
+    AttentionWorkload,
+    DecodeWorkload,
+    Inputs,
+    LayerNormWorkload,
+    LinearWorkload,
+    SoftmaxWorkload,
+    VectorAddWorkload,
+    Workload,
+)
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """A kernel that can be tuned. Its functions are a module's own, so that processes share them.
+
+    Attributes:
+        op: the function of `ops` that says whether a result is right.
+        recipe: of (tile, dtype, workload): builder, static arguments and the schedule in use.
+        space: of the same: the schedules to try.
+        bucket: the shapes that share a workload's schedule.
+        arguments: of (inputs, output): what the kernel takes, in its order.
+        blocks: of (workload, schedule): how many the grid has.
+        sizes: the numbers of --shape. workloads: what those mean.
+    """
+
+    name: str
+    op: str
+    recipe: Recipe
+    space: Callable[[Tile, str, Any], Iterable[Schedule]]
+    bucket: Callable[[Any], str]
+    arguments: Callable[[Inputs, Tensor], list[Tensor | None]]
+    blocks: Callable[[Any, Any], int]
+    sizes: tuple[str, ...]
+    workloads: Callable[..., tuple[Workload, ...]]
+
+
+def _ceil(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+# Linear layers
+
+
+def _linear_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:
+    return [i["x"], i["weight"], i["bias"], i["residual"], out]
+
+
+def _linear_blocks(w: LinearWorkload, s: Any) -> int:
+    return _ceil(w.m, s.block_m) * _ceil(w.n, s.block_n)
+
+
+def _square(m: int, n: int, k: int) -> tuple[Workload, ...]:
+    return (LinearWorkload("shape", m, n, k, bias=False),)
+
+
+def _gemm_bucket(w: LinearWorkload) -> str:
+    return buckets.gemm(w.m, w.n, w.k)
+
+
+def _skinny_bucket(w: LinearWorkload) -> str:
+    return buckets.skinny_gemm(w.m, w.n, w.k)
+
+
+# Attention
+
+
+def _attention_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:
+    q, k, v = (i[name].unsqueeze(2) for name in "qkv")  # one slot each
+    return [q, k, v, i["q_lengths"], i["kv_lengths"], out]
+
+
+def _attention_blocks(w: AttentionWorkload, s: Any) -> int:
+    return _ceil(w.q_len, s.block_m) * w.heads * w.batch
+
+
+def _attention_bucket(w: AttentionWorkload) -> str:
+    return buckets.flash_attention(w.head_dim, w.causal, w.k_len)
+
+
+def _both_masks(batch: int, length: int, heads: int, head_dim: int) -> tuple[Workload, ...]:
+    if head_dim > ops.MAX_HEAD_DIM:
+        raise UserError(f"--shape: a head size of {head_dim} is over {ops.MAX_HEAD_DIM}")
+    return tuple(
+        AttentionWorkload(name, batch, length, length, heads, head_dim, causal)
+        for name, causal in (("causal", True), ("not causal", False))
+    )
+
+
+def _decode_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:
+    return [i["q"], i["k_cache"], i["v_cache"], i["lengths"], out.squeeze(1)]
+
+
+def _decode_blocks(w: DecodeWorkload, s: Any) -> int:
+    return len(w.lengths) * w.heads
+
+
+def _decode_bucket(w: DecodeWorkload) -> str:
+    return buckets.decode_attention(w.head_dim, len(w.lengths) * w.heads)
+
+
+def _decoding(batch: int, context: int, heads: int, head_dim: int) -> tuple[Workload, ...]:
+    if head_dim > ops.MAX_HEAD_DIM:
+        raise UserError(f"--shape: a head size of {head_dim} is over {ops.MAX_HEAD_DIM}")
+    return (DecodeWorkload("shape", (context,) * batch, context, heads, head_dim),)
+
+
+# Rows and vectors
+
+
+def _softmax_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:
+    return [i["x"], out]
+
+
+def _norm_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:
+    return [i["x"], i["weight"], i["bias"], out]
+
+
+def _add_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:
+    return [i["x"], i["y"], out]
+
+
+def _row_blocks(w: Any, s: Any) -> int:
+    return w.m
+
+
+def _row_bucket(w: Any) -> str:
+    return buckets.row(w.m, w.n)
+
+
+def _softmax_rows(m: int, n: int) -> tuple[Workload, ...]:
+    return (SoftmaxWorkload("shape", m, n),)
+
+
+def _norm_rows(m: int, n: int) -> tuple[Workload, ...]:
+    return (LayerNormWorkload("shape", m, n, x_dtype=None),)
+
+
+def _vector_recipe(tile: Tile, dtype: str, w: Any) -> tuple[Callable, tuple, Any]:
+    return vector_add_kernel, (dtype,), vector_add_schedule(tile, dtype)
+
+
+def _vector_blocks(w: VectorAddWorkload, s: Any) -> int:
+    return _ceil(w.n, s.block_n)
+
+
+def _vector_bucket(w: VectorAddWorkload) -> str:
+    return buckets.ANY_LENGTH
+
+
+def _vectors(n: int) -> tuple[Workload, ...]:
+    return (VectorAddWorkload("shape", n),)
+
+
+_RECIPES = {name: kernel.recipe for name, kernel in inspection.KERNELS.items()}
+_MNK = ("M", "N", "K")
+_HEADS = ("HEADS", "HEAD_DIM")
+
+TUNABLES = {
+    t.name: t
+    for t in (
+        Tunable(
+            "gemm", "linear", _RECIPES["gemm"], spaces.gemm, _gemm_bucket,
+            _linear_arguments, _linear_blocks, _MNK, _square,
+        ),
+        Tunable(
+            "skinny_gemm", "linear", _RECIPES["skinny_gemm"], spaces.skinny_gemm, _skinny_bucket,
+            _linear_arguments, _linear_blocks, _MNK, _square,
+        ),
+        Tunable(
+            "flash_attention", "attention", _RECIPES["flash_attention"], spaces.flash_attention,
+            _attention_bucket, _attention_arguments, _attention_blocks,
+            ("BATCH", "LENGTH", *_HEADS), _both_masks,
+        ),
+        Tunable(
+            "decode_attention", "decode_attention", _RECIPES["decode_attention"],
+            spaces.decode_attention, _decode_bucket, _decode_arguments, _decode_blocks,
+            ("BATCH", "CONTEXT", *_HEADS), _decoding,
+        ),
+        Tunable(
+            "row_softmax", "softmax", _RECIPES["row_softmax"], spaces.row, _row_bucket,
+            _softmax_arguments, _row_blocks, ("M", "N"), _softmax_rows,
+        ),
+        Tunable(
+            "layer_norm", "layer_norm", _RECIPES["layer_norm"], spaces.row, _row_bucket,
+            _norm_arguments, _row_blocks, ("M", "N"), _norm_rows,
+        ),
+        Tunable(
+            "vector_add", "vector_add", _vector_recipe, spaces.vector_add, _vector_bucket,
+            _add_arguments, _vector_blocks, ("N",), _vectors,
+        ),
+    )
+}  # fmt: skip
+
+
+def named_workloads(tunable: Tunable, device: str) -> list[Workload]:
+    """The benchmark's shapes of a kernel, the first of each bucket; those of a CPU are small."""
+    table = workloads.BENCHMARK if device == "cuda" else workloads.BENCHMARK_QUICK
+    chosen: dict[str, Workload] = {}
+    for workload in table[tunable.op]:
+        if is_its_own(tunable.name, workload, device):
+            chosen.setdefault(tunable.bucket(workload), workload)
+    return list(chosen.values())
+
+
+def is_its_own(kernel: str, workload: Workload, device: str) -> bool:
+    """Whether `ops` gives a workload to this kernel: few rows are skinny_gemm's."""
+    if not isinstance(workload, LinearWorkload):
+        return True
+    return (workload.m <= ops.MAX_SKINNY_ROWS[device]) == (kernel == "skinny_gemm")
