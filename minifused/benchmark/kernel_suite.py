@@ -8,7 +8,6 @@ flush of the L2 cache.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +20,14 @@ from minifused.benchmark.model_suite import Unavailable, release_memory
 from minifused.benchmark.records import OURS, Record, Spread
 from minifused.benchmark.rivals import Rivals, rivals_of
 from minifused.benchmark.suite import Case, Setting, make_record
-from minifused.kernels import layer_norm, row_softmax, schedule, vector_add
 from minifused.kernels.build import dtype_name, tile_for
+from minifused.tuning.tunables import TUNABLES, is_its_own
 from minifused.workloads import (
     BENCHMARK,
     BENCHMARK_QUICK,
-    AttentionWorkload,
     DecodeWorkload,
     Inputs,
-    LayerNormWorkload,
     LinearWorkload,
-    SoftmaxWorkload,
-    VectorAddWorkload,
     Workload,
 )
 
@@ -107,7 +102,7 @@ class KernelCase:
     def _time(self, ready: Mapping[str, Ready], setting: Setting) -> Iterator[Record]:
         works = {name: r.work for name, r in ready.items()}
         seconds = clock.in_turns(clock.Stopwatch(setting.device), works, setting.rounds)
-        chosen = schedule_of(self.workload, setting.device, setting.dtype)
+        chosen = schedule_of(self.op, self.workload, setting.device, setting.dtype)
         for name, r in ready.items():
             measured, check = self.metrics(name, r, seconds[name], setting)
             yield make_record(
@@ -189,27 +184,13 @@ def dimensions(workload: Workload) -> dict[str, int | str | bool]:
     return {name: value for name, value in sizes.items() if isinstance(value, int | str)}
 
 
-def schedule_of(workload: Workload, device: torch.device, dtype: torch.dtype) -> dict:
+def schedule_of(op: str, workload: Workload, device: torch.device, dtype: torch.dtype) -> dict:
     """The schedule that our kernel takes for a workload."""
     tile = tile_for(device)
     name = dtype_name(dtype if tile.is_cuda else torch.float32)
-    chosen: Any
-    match workload:
-        case LinearWorkload(m=m, n=n, k=k):
-            skinny = m <= ops.MAX_SKINNY_ROWS[device.type]
-            choose = schedule.skinny_schedule if skinny else schedule.gemm_schedule
-            chosen = choose(tile, m, n, k, name)
-        case AttentionWorkload(head_dim=head_dim):
-            chosen = schedule.attention_schedule(tile, head_dim, name)
-        case DecodeWorkload(head_dim=head_dim):
-            chosen = schedule.decode_attention_schedule(tile, head_dim, name)
-        case SoftmaxWorkload(n=n):
-            chosen = schedule.row_schedule(tile, n, row_softmax.MAX_COLUMNS_IN_REGISTERS)
-        case LayerNormWorkload(n=n):
-            chosen = schedule.row_schedule(tile, n, layer_norm.MAX_COLUMNS_IN_REGISTERS)
-        case VectorAddWorkload():
-            chosen = vector_add.vector_add_schedule(tile, name)
-    return asdict(chosen)
+    kernels = (t for t in TUNABLES.values() if t.op == op)
+    (kernel,) = (t for t in kernels if is_its_own(t.name, workload, device.type))
+    return asdict(kernel.recipe(tile, name, workload)[2])
 
 
 def _reason(error: Exception) -> str:
