@@ -1,6 +1,7 @@
 """Whole generations in the benchmark: contenders that agree, and what is made of their times."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -44,8 +45,15 @@ def text_of(a_case):
     return weights, model_suite.Text.choose(a_case, weights, setting())
 
 
+@pytest.fixture
+def traced_only(monkeypatch):
+    """torch.compile traces and functionalises as ever; generating C++ would take 10 s."""
+    compile_with = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", lambda f, mode, **options: compile_with(f, **options))
+
+
 @pytest.mark.parametrize("name", CONTENDERS)
-def test_each_contender_gives_the_logits_of_float64_and_as_many_tokens_as_asked(name):
+def test_each_contender_gives_the_logits_of_float64_and_as_many_tokens_as_asked(name, traced_only):
     if name.startswith("transformers"):
         pytest.importorskip("transformers")
     a_case = case(name)
