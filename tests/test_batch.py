@@ -1,13 +1,15 @@
 """Rows that decode together: what a step leaves behind, eager and as a CUDA graph."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
-from helpers import needs_cuda, on_each_device
+from helpers import DEVICES, needs_cuda, on_each_device
 
 from minifused import GPT, ops
-from minifused.batch import CHUNK, Batch, Choice
+from minifused import batch as batch_module
+from minifused.batch import CHUNK, Batch, Choice, Graphs
 from minifused.engine import DEMO_FOLDER, MAX_IDLE
 from minifused.sampling import SamplingParams
 
@@ -139,25 +141,58 @@ def test_two_steps_in_one_graph_are_right_too():
     assert captured.chosen[:41].tolist() == [step.tokens for step in expected]
 
 
-@needs_cuda
-def test_graphs_write_the_same_text_and_are_captured_once():
+# The host's side of graphs: chunks, batches that are kept. On a CPU the work is done each time.
+
+
+class Repeated(Graphs):
+    def __init__(self):
+        self._uses, self._graphs = Counter(), {}
+
+    def launch(self, name, work):
+        self._graphs.setdefault(name, (name,))
+        return work()
+
+
+@pytest.fixture(params=DEVICES)
+def with_graphs(request, monkeypatch):
+    """The demo model with CUDA graphs, and without."""
+    if request.param == "cpu":
+        monkeypatch.setattr(batch_module, "Graphs", Repeated)
+    plain = demo(request.param, cuda_graph=False)
+    return dataclasses.replace(plain, cuda_graph=True), plain
+
+
+def test_graphs_write_the_same_text_and_are_captured_once(with_graphs):
+    graphs, plain = with_graphs
     options = {"max_new_tokens": 5 * CHUNK + 3, "params": SamplingParams(0.8, seed=3)}
     prompts = [bytes(prompt).decode() for prompt in PROMPTS]
-    with_graphs, without = demo("cuda"), demo("cuda", cuda_graph=False)
-    expected = without.generate(prompts, stop=["the"], **options)
-    assert with_graphs.generate(prompts, stop=["the"], **options) == expected
-    (batch,) = with_graphs._idle
+    expected = plain.generate(prompts, stop=["the"], **options)
+    assert {completion.finish_reason for completion in expected} >= {"stop"}
+    assert graphs.generate(prompts, stop=["the"], **options) == expected
+    (batch,) = graphs._idle
+    assert (batch.size, batch.capacity) == (4, 256)
     captured = dict(batch._graphs._graphs)
     assert "step" in captured
     for _ in range(2):
-        assert with_graphs.generate(prompts, stop=["the"], **options) == expected
-    assert with_graphs._idle == [batch]
+        assert graphs.generate(prompts, stop=["the"], **options) == expected
+    assert graphs._idle == [batch] and plain._idle == []
     assert batch._graphs._graphs["step"] is captured["step"]
 
 
-@needs_cuda
-def test_streams_side_by_side_do_not_share_a_batch():
-    gpt = demo("cuda")
+def test_the_first_token_comes_before_any_other_is_launched(with_graphs, monkeypatch):
+    steps = []
+    step = Batch.step
+    monkeypatch.setattr(Batch, "step", lambda self: steps.append(1) or step(self))
+    events = with_graphs[0].stream(PROMPTS, max_new_tokens=60)
+    assert len(next(events).completion.tokens) == 1 and steps == []
+    for _ in range(3):  # the last two rows' first token, then the first chunk and the next one
+        next(events)
+    assert len(steps) == 2 * CHUNK
+    assert len(list(events)) == 3 * 60 - 4 and len(steps) == 59
+
+
+def test_streams_side_by_side_do_not_share_a_batch(with_graphs):
+    gpt, _ = with_graphs
     options = {"max_new_tokens": 40, "params": SamplingParams(0.8, seed=3)}
     expected = [gpt.generate(bytes(prompt).decode(), **options)[0] for prompt in PROMPTS]
     streams = [gpt.stream([prompt], **options) for prompt in PROMPTS]
@@ -165,9 +200,20 @@ def test_streams_side_by_side_do_not_share_a_batch():
     assert [event.completion for event in last] == expected
 
 
-@needs_cuda
-def test_idle_batches_are_few():
-    gpt = demo("cuda")
+def test_a_stream_that_is_left_gives_its_batch_back(with_graphs):
+    gpt, plain = with_graphs
+    options = {"max_new_tokens": 50, "params": SamplingParams(0.8, seed=3)}
+    for _ in range(2):
+        events = gpt.stream(PROMPTS, **options)
+        next(events)
+        events.close()
+        assert len(gpt._idle) == 1
+    prompts = [bytes(prompt).decode() for prompt in PROMPTS]
+    assert gpt.generate(prompts, **options) == plain.generate(prompts, **options)
+
+
+def test_idle_batches_are_few(with_graphs):
+    gpt, _ = with_graphs
     for k in range(1, MAX_IDLE + 3):
         gpt.generate("a", max_new_tokens=4, params=SamplingParams(top_k=k))
     assert len(gpt._idle) == MAX_IDLE
