@@ -145,9 +145,9 @@ def _attention_rule(tile: Tile, head_dim: int, dtype: str) -> AttentionSchedule:
 
 def row_schedule(tile: Tile, n: int, limit: int) -> RowSchedule:
     """Rows up to `limit` columns stay in registers as one block, wider ones go in pieces."""
-    block_n = min(next_power_of_2(n), limit)
     if not tile.is_cuda:
-        return RowSchedule(block_n, 1)
+        return RowSchedule(min(n, limit), 1)  # no column is masked, so that loops vectorise
+    block_n = min(next_power_of_2(n), limit)
     return RowSchedule(max(block_n, 32), max(32, min(256, block_n // 8)))
 
 
