@@ -73,6 +73,7 @@ class Case:
     builder: Callable
     static: tuple
     schedule: Any
+    workload: Workload | None = None  # what it was made from, if it was
 
     def describe(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -163,10 +164,15 @@ KERNELS: dict[str, Kernel] = {
 # Cases
 
 
+def own_arch() -> str:
+    """This machine's GPU, or c."""
+    return tile_for(torch.device("cuda")).arch if torch.cuda.is_available() else "c"
+
+
 def default_arch() -> str:
     """This machine's GPU, or sm_90a."""
-    arch = tile_for(torch.device("cuda")).arch if torch.cuda.is_available() else "sm_90a"
-    return arch if arch in ARCHS else "sm_90a"
+    arch = own_arch()
+    return arch if arch in ARCHS and arch != "c" else "sm_90a"
 
 
 def make_case(
@@ -200,7 +206,7 @@ def make_case(
     builder, static, chosen = entry.recipe(tile, dtype, workload)
     names = [field.name for field in fields(chosen)]
     chosen = replace(chosen, **_parse("--diff-schedule", schedule_fields, names))
-    return Case(kernel, tile, dtype, sizes, builder, static, chosen)
+    return Case(kernel, tile, dtype, sizes, builder, static, chosen, workload)
 
 
 def _parse(flag: str, text: str, names: Collection[str]) -> dict[str, Any]:

@@ -9,12 +9,13 @@ Counts are of places in the generated source: an instruction in a loop counts on
   inspect_kernel.py gemm --diff-schedule block_n=128      beside the same with other tiles
   inspect_kernel.py flash_attention --shape head_dim=128 --plot layouts.png
   inspect_kernel.py row_softmax --arch c --source         the C that a CPU runs
+  inspect_kernel.py gemm --profile                        how long it takes on this machine
 """
 
 import json
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,15 @@ from minifused.inspection import (
     DTYPES,
     KERNELS,
     Case,
-    Facts,
     default_arch,
     lower,
     make_case,
+    own_arch,
     print_on_device,
     source_facts,
 )
 
-Column = tuple[Case, Facts]
+Column = tuple[Case, Mapping[str, float | None]]
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
@@ -56,7 +57,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
     args = p.parse_args(argv)
     if args.kernel is None and not args.print:
         p.error(f"which KERNEL? One of {', '.join(KERNELS)}")
-    args.arch = args.arch or default_arch()
+    args.arch = args.arch or (own_arch() if args.profile else default_arch())
     return args
 
 
@@ -68,6 +69,8 @@ def add_outputs(p: ArgumentParser) -> None:
     output.add_argument("--sass", action="store_true", help="print SASS; needs nvcc and cuobjdump")
     text = "draw which thread, register or bank has each element of a tile, to .png or .svg"
     output.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    text = "time it on this machine: by TileLang's profiler, and by our clock"
+    output.add_argument("--profile", action="store_true", help=text)
     text = "run a small kernel with T.print in it; needs a GPU, and no KERNEL"
     output.add_argument("--print", action="store_true", help=text)
 
@@ -98,21 +101,30 @@ def column(case: Case) -> Column:
     return case, facts
 
 
+def profiled(case: Case) -> Column:
+    """How long a case takes on this machine."""
+    from minifused.profiling import profile
+
+    return case, profile(case)
+
+
 def table(columns: list[Column]) -> str:
     """A row a fact; where there are two columns, a * marks those that differ."""
     heads = [describe_heads(case) for case, _ in columns]
     rows = [("", *titles) for titles in zip(*heads, strict=True)]
     names = list(dict.fromkeys(name for _, facts in columns for name in facts))
-    rows += [
-        (name, *("-" if facts.get(name) is None else str(facts[name]) for _, facts in columns))
-        for name in names
-    ]
+    rows += [(name, *(cell(facts.get(name)) for _, facts in columns)) for name in names]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return "\n".join(
         f"{'*' if len(set(row[1:])) > 1 and row[0] else ' '} {row[0]:{widths[0]}}  "
         + "  ".join(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
         for row in rows
     )
+
+
+def cell(value: float | None) -> str:
+    """An integer as it is, four digits of a measurement."""
+    return "-" if value is None else str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
 def describe_heads(case: Case) -> list[str]:
@@ -157,7 +169,8 @@ def main(argv: list[str] | None = None) -> None:
     elif show := text_of(args):
         print_text(args, show)
     else:
-        columns = [column(case) for case in cases(args)]
+        show_column = profiled if args.profile else column
+        columns = [show_column(case) for case in cases(args)]
         print(document(columns) if args.json else table(columns))
 
 

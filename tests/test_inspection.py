@@ -4,14 +4,16 @@ import functools
 import json
 import re
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from minifused import assembly, inspection
+from minifused import assembly, inspection, ops, profiling
 from minifused.errors import UserError, run_cli
 from minifused.inspection import KERNELS, make_case
+from minifused.kernels import build
 from minifused.layout_plot import layouts
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "inspect_kernel.py"))
@@ -279,6 +281,81 @@ def test_layouts_are_drawn(tmp_path, suffix):
     assert path.read_bytes().startswith(head) and path.stat().st_size > 5000
 
 
+# The profiler
+
+# Small workloads with the static sizes of those that are inspected.
+SMALL = {
+    "gemm": {"m": 17},
+    "skinny_gemm": {"m": 1},
+    "flash_attention": {"batch": 2, "q_len": 33, "k_len": 33},
+    "decode_attention": {"lengths": (3, 40), "capacity": 40},
+    "append_kv": {"positions": (0, 7), "capacity": 8},
+    "row_softmax": {"m": 2},
+    "layer_norm": {"m": 3},
+}
+OPS = {"gemm": "linear", "skinny_gemm": "linear", "row_softmax": "softmax"}
+OPS |= {"flash_attention": "attention"}
+
+
+SHAPES = [(kernel, "") for kernel in KERNELS]
+SHAPES += [(k, "packed=0") for k in ("flash_attention", "decode_attention", "append_kv")]
+
+
+@pytest.mark.parametrize(("kernel", "shape"), SHAPES)
+def test_a_kernel_is_called_as_its_operation_calls_it(kernel, shape):
+    case = make_case(kernel, "c", shape=shape)
+    workload = replace(case.workload, **SMALL[kernel])
+    inputs = workload.inputs("cpu", torch.float32, torch.Generator().manual_seed(0))
+    arguments = profiling.ARGUMENTS[kernel](inputs)
+    if kernel != "append_kv":
+        arguments[-1].fill_(torch.nan)
+    build.compile_kernel(case.builder, case.tile, *case.static, case.schedule)(*arguments)
+    if kernel == "append_kv":
+        expected = workload.inputs("cpu", torch.float32, torch.Generator().manual_seed(0))
+        ops.append_kv(**expected)
+        assert torch.equal(inputs["v_cache"], expected["v_cache"])
+    else:
+        expected = getattr(ops, OPS.get(kernel, kernel))(**inputs)
+        torch.testing.assert_close(arguments[-1].view_as(expected), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_profile_gives_times_by_both(monkeypatch, capsys):
+    monkeypatch.setattr(profiling, "ROUNDS", 3)
+    SCRIPT["main"](["layer_norm", "--arch=c", "--shape=n=64", "--profile", "--json"])
+    (document,) = json.loads(capsys.readouterr().out)
+    found = document["facts"]
+    assert document["schedule"] == {"block_n": 64, "num_threads": 1}
+    for who in ("TileLang's profiler", "our clock"):
+        seconds = found[f"{who}, us"] / 1e6
+        flops, moved = (found[f"{unit} by {who}"] for unit in ("TFLOP/s", "GB/s"))
+        workload = make_case("layer_norm", "c", shape="n=64").workload
+        assert flops == pytest.approx(workload.flops / seconds / 1e12)
+        assert moved == pytest.approx(workload.bytes(torch.float32) / seconds / 1e9)
+    assert found["our clock, 10%, us"] <= found["our clock, us"] <= found["our clock, 90%, us"]
+
+
+def test_profile_takes_this_machine_by_itself_and_compares_schedules(monkeypatch, capsys):
+    monkeypatch.setattr(profiling, "ROUNDS", 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    SCRIPT["main"](["append_kv", "--profile", "--diff-schedule=block_n=64"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].count("append_kv c float32") == 2
+    (row,) = [line for line in lines if "TFLOP/s by our clock" in line]
+    assert row.split()[-2:] == ["-", "-"]  # it only copies
+    (row,) = [line for line in lines if "our clock, us" in line]
+    assert all(float(value) > 0 for value in row.split()[-2:])
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_profile_on_a_gpu(kernel, capsys):
+    SCRIPT["main"]([kernel, "--profile", "--json"])
+    (document,) = json.loads(capsys.readouterr().out)
+    times = [document["facts"][name] for name in ("TileLang's profiler, us", "our clock, us")]
+    assert min(times) > 0 and max(times) < 1e5
+
+
 # Mistakes
 
 
@@ -296,6 +373,11 @@ def test_layouts_are_drawn(tmp_path, suffix):
         (["gemm", "--arch=sm_90a", "--diff-schedule=block_m=7"], "divisible by 16"),
         (["append_kv", "--arch=c", "--ptx"], "a GPU's"),
         (["append_kv", "--arch=sm_90a", "--ptx"], "no nvcc found"),
+        (["append_kv", "--arch=sm_75", "--profile"], "this machine is no sm_75: give --arch"),
+        (
+            ["append_kv", "--arch=c", "--profile", "--diff-schedule=num_threads=2"],
+            "has 1 on a CPU",
+        ),
         (["append_kv", "--arch=sm_90a", "--sass"], "no cuobjdump found"),
         (["append_kv", "--arch=sm_90a", "--plot=x.pdf"], ".png or .svg"),
         (["append_kv", "--arch=sm_90a", "--plot=x.png"], "no shared tile and no fragment"),
@@ -318,6 +400,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(without_tools, capsys, flags, 
         (["softmax"], "invalid choice"),
         (["gemm", "--arch=sm_12"], "invalid choice"),
         (["gemm", "--ptx", "--sass"], "not allowed with"),
+        (["gemm", "--ptx", "--profile"], "not allowed with"),
         (["gemm", "--diff=c", "--diff-schedule=block_m=64"], "not allowed with"),
     ],
 )

@@ -11,7 +11,13 @@ ROOT = Path(__file__).parents[1]
 KERNELS = sorted((ROOT / "kernels").glob("*.py"))
 SOURCES = [
     path
-    for folder in ("minifused", "minifused/benchmark", "minifused/tuning", "scripts")
+    for folder in (
+        "minifused",
+        "minifused/benchmark",
+        "minifused/tuning",
+        "minifused/tour",
+        "scripts",
+    )
     for path in sorted((ROOT / folder).glob("*.py"))
 ]
 # Only these know that there are kernels: the seam all of them, the others compile statistics and,
@@ -23,7 +29,13 @@ KERNEL_USERS = {
     "inspection.py": None,
     "assembly.py": None,
     "layout_plot.py": None,
+    "profiling.py": {"build", "limits"},
     "doctor.py": None,
+    # The tour compiles schedules side by side, and kernels that fail on purpose.
+    "schedules.py": {"build", "schedule"},
+    "autotuning.py": {"schedule"},
+    "survival.py": {"schedule"},
+    "faults.py": None,
     "kernel_suite.py": {"build"},
 }
 

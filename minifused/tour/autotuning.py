@@ -1,10 +1,13 @@
 """A small search for the best schedule, by the tuner of `scripts/tune.py`."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
+from minifused.kernels.schedule import GemmSchedule
 from minifused.tour.blocks import Bar, Block, Chart, Figure, Note, Section, Table
 from minifused.tour.fusion import MLP_SIZES
+from minifused.tour.schedules import short
 from minifused.tour.source import function
 from minifused.tour.stage import Stage
 from minifused.tuning import report
@@ -24,10 +27,12 @@ def run_autotuning(stage: Stage) -> Iterator[Block | Figure]:
     options = Options(most=MOST[stage.device.type], jobs=default_jobs(stage.on_cuda))
     with Searcher(stage.folder, options) as searcher:
         result = searcher.tune(task)
+    if (failed := report.failed_rule(result)) is not None:
+        raise RuntimeError(f"the rules' schedule: {failed.status}: {failed.reason}")
     rows = report.ranking(result)
     yield ranking(result, rows)
     yield Chart(task.name, "us", tuple(map(_bar, rows)))
-    yield Note(f"{report.verdict(result)}. The tables of schedules are left as they are.")
+    yield Note(verdict(result))
     yield Figure("candidates", len(result.candidates))
     yield Figure("compiled now", result.compiled)
     yield Figure("passed", len(rows))
@@ -40,7 +45,7 @@ def ranking(result: Result, rows: list[dict[str, Any]]) -> Table:
     heads = ("schedule", "us", "TFLOP/s", "blocks", "torch / this", "RMS error", "")
     passed = tuple(
         (
-            row["key"],
+            name_of(row["schedule"]),
             f"{row['time_us']:.1f}",
             f"{row['tflops']:.3g}",
             str(row["blocks"]),
@@ -57,9 +62,24 @@ def ranking(result: Result, rows: list[dict[str, Any]]) -> Table:
     return Table(result.task.name, heads, passed + ends)
 
 
+def verdict(result: Result) -> str:
+    """What tune.py would do with it."""
+    if result.chosen == result.rule:
+        return "None beats the rules' choice by more than the spread of the times, so it stays."
+    return (
+        f"{name_of(asdict(result.chosen))} beats the rules' choice by more than the spread of the "
+        "times: tune.py would put it into the table of schedules, which the tour leaves as it is."
+    )
+
+
+def name_of(fields: dict[str, int]) -> str:
+    return short(GemmSchedule(**fields))
+
+
 def _bar(row: dict[str, Any]) -> Bar:
     middle = row["time_us"]
-    return Bar(row["key"], middle, row["low_us"] or middle, row["high_us"] or middle)
+    name = name_of(row["schedule"])
+    return Bar(name, middle, row["low_us"] or middle, row["high_us"] or middle)
 
 
 AUTOTUNING = Section(

@@ -8,7 +8,10 @@ from minifused.tour.source import statement
 from minifused.tour.stage import Stage, against_torch, median, race, race_blocks, right
 from minifused.workloads import LinearWorkload, VectorAddWorkload
 
-VECTORS = {"cpu": VectorAddWorkload("vectors", 1 << 22), "cuda": VectorAddWorkload("v", 1 << 26)}
+VECTORS = {
+    "cpu": VectorAddWorkload("vectors", 6 << 20),
+    "cuda": VectorAddWorkload("vectors", 1 << 26),
+}
 SQUARES = {
     "cpu": LinearWorkload("square", 512, 512, 512, bias=False),
     "cuda": LinearWorkload("square", 4096, 4096, 4096, bias=False),
@@ -55,11 +58,11 @@ ENVIRONMENT = Section(
 VECTOR_ADD = Section(
     "vector_add",
     "Vector addition",
-    "The smallest kernel: a grid of blocks, each with a run of elements, and a parallel loop over "
-    "them. Two floats are read and one is written for each addition, so memory alone sets the "
-    "time, and the figure to look at is the bandwidth beside that of a large copy on this machine. "
-    "Whole blocks go without a mask, which lets the compiler move 16 bytes or more at a time; only "
-    "the last block is masked.",
+    "The smallest kernel: a grid of blocks, each with a run of elements; only the last block is "
+    "masked, so that the others move 16 bytes or more at a time. Memory alone sets its time, and "
+    "the figure to look at is the bandwidth beside that of a large copy. A CPU may pass 100% of "
+    "it: it reads a line before it writes it, which a copy pays for every second byte it counts "
+    "and an addition for every third.",
     run_vector_add,
 )
 MATMUL = Section(

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from minifused.benchmark.records import Spread
     from minifused.tour.stage import Stage
 
 
@@ -18,9 +19,13 @@ class Figure:
     value: float | int | str
     unit: str = ""
 
+    @property
+    def shown(self) -> str:
+        """The value with its unit."""
+        return number(self.value) + (self.unit if self.unit == "%" else f" {self.unit}".rstrip())
+
     def __str__(self) -> str:
-        unit = self.unit if self.unit == "%" else f" {self.unit}".rstrip()
-        return f"{self.name} {number(self.value)}{unit}"
+        return f"{self.name}{':' if isinstance(self.value, str) else ''} {self.shown}"
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,11 @@ class Bar:
     value: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, name: str, seconds: Spread) -> Bar:
+        """Microseconds of a spread of seconds."""
+        return cls(name, 1e6 * seconds.median, 1e6 * seconds.low, 1e6 * seconds.high)
 
 
 @dataclass(frozen=True)

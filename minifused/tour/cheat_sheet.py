@@ -27,12 +27,12 @@ IDIOMS = (
     ("T.copy", r"T\.copy\(", "a tile from one memory to another; edges past the end give 0"),
     ("T.Pipelined", r"T\.Pipelined\(", "a loop whose copies run num_stages ahead of its work"),
     ("T.gemm", r"T\.gemm\(", "c += a @ b on tensor cores, wgmma or mma.sync as the machine has"),
-    ("T.GemmWarpPolicy", r"T\.GemmWarpPolicy", "which part of c a warp has: FullRow keeps rows whole"),
+    ("T.GemmWarpPolicy", r"T\.GemmWarpPolicy", "the part of c a warp has: FullRow, whole rows"),
     ("T.Parallel", r"T\.Parallel", "a loop over a tile, its iterations spread over the threads"),
     ("T.serial", r"in T\.serial\(", "a loop that runs in order"),
     ("T.unroll", r"in T\.unroll\(", "a loop written out"),
     ("T.grid", r"in T\.grid\(", "plain nested loops, which is what tile loops are on a CPU"),
-    ("T.reduce_max", r"T\.reduce_max\(", "maximum along a dimension; clear=False goes on from before"),
+    ("T.reduce_max", r"T\.reduce_max\(", "maximum along an axis; clear=False goes on"),
     ("T.reduce_sum", r"T\.reduce_sum\(", "sum along a dimension, over the threads too"),
     ("T.use_swizzle", r"T\.use_swizzle\(", "blocks in panels, so that neighbours share their L2"),
     ("T.if_then_else", r"T\.if_then_else\(", "a choice between values, as an expression"),
@@ -42,7 +42,7 @@ IDIOMS = (
     ("mask of a store", r"if col < n:", "a tail is not written"),
     ("T.macro", r"@T\.macro$", "a piece of kernel that is written into its callers"),
     ("T.print", r"T\.print\(", "prints a tile from inside a running kernel, on CUDA"),
-    ("T.Target", r"return Target\(", "the machine a kernel is lowered for; it need not be here"),
+    ("Target", r"return Target\(", "the machine a kernel is lowered for; it need not be here"),
     ("tilelang.compile", r"tilelang\.compile\(", "a callable kernel, from the disk cache if there"),
     ("tilelang.lower", r"tilelang\.lower\(", "the generated source, with no GPU and no compiler"),
 )  # fmt: skip
@@ -74,7 +74,7 @@ CHEAT_SHEET = Section(
     "cheat_sheet",
     "TileLang on a page",
     "Each idiom with one line of what it means, and a line of these kernels in which it stands. "
-    "A kernel asks a `tile` for what differs between a GPU and a CPU, so some of TileLang's own "
+    "A kernel asks its tile for what differs between a GPU and a CPU, so some of TileLang's own "
     "names stand in kernels/tile.py.",
     run_cheat_sheet,
     needs_compiler=False,

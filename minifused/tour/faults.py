@@ -12,18 +12,22 @@ from minifused.tuning.tunables import TUNABLES
 from minifused.workloads import SoftmaxWorkload
 
 # What a block of this many columns does.
-DOES_NOT_COMPILE, IS_WRONG, HANGS = 1, 2, 3
+DOES_NOT_COMPILE, IS_WRONG, HANGS, GOOD = 1, 2, 3, 64
 STEPS = 1 << 36  # hours on a GPU, minutes on a CPU: it ends even if nobody ends it
 
 
 def broken_kernel(n: int, threads: int) -> Any:
-    """Calls a function that no compiler knows."""
+    """Multiplies tiles that do not fit: 16 columns by 32 rows."""
     m = T.dynamic("m")
 
     @T.prim_func
     def broken(X: T.Tensor((m, n), "float32"), Y: T.Tensor((m, n), "float32")):  # type: ignore
         with T.Kernel(m, threads=threads) as row:
-            Y[row, 0] = T.call_extern("float32", "a_function_that_is_not_there", X[row, 0])
+            a = T.alloc_shared((16, 16), "float16")
+            b = T.alloc_shared((32, 16), "float16")
+            c = T.alloc_fragment((16, 16), "float32")
+            T.gemm(a, b, c)
+            Y[row, 0] = X[row, 0] + c[0, 0]
 
     return broken
 
@@ -56,7 +60,7 @@ def faulty_kernel(
 
 
 def rule(tile: Tile) -> RowSchedule:
-    return RowSchedule(64, 32 if tile.is_cuda else 1)
+    return RowSchedule(GOOD, 32 if tile.is_cuda else 1)
 
 
 def recipe(tile: Tile, dtype: str, workload: SoftmaxWorkload) -> tuple[Any, tuple, RowSchedule]:

@@ -1,13 +1,21 @@
 """Kernels that keep in registers what PyTorch's operations write to memory in between."""
 
 from collections.abc import Iterator
+from functools import partial
 
-from minifused.tour.blocks import Block, Figure, Note, Section
+import torch
+
+from minifused import ops
+from minifused.benchmark import clock
+from minifused.benchmark.records import OURS, Spread
+from minifused.parity import eager_linear
+from minifused.tour.blocks import Bar, Block, Chart, Figure, Note, Section, Table
 from minifused.tour.source import statement
-from minifused.tour.stage import Stage, against_torch, median, race, race_blocks, right
+from minifused.tour.stage import ROUNDS, Stage, against_torch, median, race, race_blocks, right
 from minifused.workloads import AttentionWorkload, LinearWorkload, SoftmaxWorkload
 
 UNFUSED = "torch eager"
+PAIR_ROUNDS = 3  # times as many as of a race: the difference is small
 MLP_SIZES = {"cpu": (128, 768, 192), "cuda": (8192, 3072, 768)}
 ROWS = {"cpu": SoftmaxWorkload("rows", 16, 50257), "cuda": SoftmaxWorkload("rows", 4096, 50257)}
 ATTENTION_SIZES = {"cpu": (1, 251, 4, 64), "cuda": (4, 2047, 16, 64)}  # batch, length, heads, dim
@@ -17,26 +25,48 @@ def run_epilogue(stage: Stage) -> Iterator[Block | Figure]:
     yield statement("gemm.py", "if has_bias")
     yield statement("gemm.py", "if activation is not None")
     yield statement("epilogue.py", "def activate")
-    sizes = MLP_SIZES[stage.device.type]
-    plain = race(stage, "linear", LinearWorkload("product alone", *sizes, bias=False))
-    fused = race(stage, "linear", LinearWorkload("bias and GELU", *sizes, "gelu_tanh"))
-    for records in (plain, fused):
-        yield from race_blocks(f"{records[0].case}, {records[0].dtype}", records)
+    workload = LinearWorkload("bias and GELU", *MLP_SIZES[stage.device.type], "gelu_tanh")
+    records = race(stage, "linear", workload)
+    yield from race_blocks(f"{records[0].case}, {records[0].dtype}", records)
+    times = with_and_without(stage, workload)
+    yield from compared("The product alone, and with bias and GELU", times)
     ours, theirs = (
-        100 * (time / median(before, "time_us") - 1)
-        for time, before in (
-            (median(fused[0], "time_us"), plain[0]),
-            (next(median(r, "time_us") for r in fused if r.contender == UNFUSED), plain[1]),
-        )
+        100 * (times[f"{who}, bias and GELU"].median / times[f"{who}, product"].median - 1)
+        for who in (OURS, UNFUSED)
     )
     yield Note(
-        f"Bias and GELU add {ours:.0f}% to our product's time, and {theirs:.0f}% to that of "
-        f"PyTorch, which runs GELU as an operation of its own."
+        f"Timed in turns with the product alone, bias and GELU add {ours:.0f}% to ours, and "
+        f"{theirs:.0f}% to PyTorch's, which runs GELU as an operation of its own."
     )
-    yield right(fused[0])
+    yield right(records[0])
     yield Figure("bias + GELU cost", ours, "%")
     yield Figure("unfused torch's cost", theirs, "%")
-    yield against_torch(fused)
+    yield against_torch(records)
+
+
+def with_and_without(stage: Stage, workload: LinearWorkload) -> dict[str, Spread]:
+    """Seconds of the epilogue's operation and of its product alone, ours and PyTorch's."""
+    generator = torch.Generator(stage.device).manual_seed(0)
+    inputs = workload.inputs(stage.device, stage.dtype, generator)
+    product = {**inputs, "bias": None, "activation": None}
+    works: dict[str, clock.Work] = {
+        f"{OURS}, product": partial(ops.linear, **product),
+        f"{OURS}, bias and GELU": partial(ops.linear, **inputs),
+        f"{UNFUSED}, product": partial(eager_linear, **product),
+        f"{UNFUSED}, bias and GELU": partial(eager_linear, **inputs),
+    }
+    for work in (*works.values(), *works.values()):  # compiled, and warm
+        work()
+    rounds = PAIR_ROUNDS * ROUNDS[stage.device.type]
+    seconds = clock.in_turns(clock.Stopwatch(stage.device), works, rounds)
+    return {name: Spread.of(values) for name, values in seconds.items()}
+
+
+def compared(title: str, times: dict[str, Spread]) -> Iterator[Block]:
+    bars = tuple(Bar.of(name, spread) for name, spread in times.items())
+    rows = tuple((b.name, f"{b.value:.1f}", f"{b.low:.1f}-{b.high:.1f}") for b in bars)
+    yield Table(title, ("", "us", "10-90%"), rows)
+    yield Chart(title, "us", bars)
 
 
 def run_softmax(stage: Stage) -> Iterator[Block | Figure]:

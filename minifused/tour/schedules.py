@@ -30,7 +30,7 @@ def run_schedules(stage: Stage) -> Iterator[Block | Figure]:
     spreads = measure(task, tried, ROUNDS[stage.device.type])
     ranked = sorted(tried, key=lambda schedule: spreads[key_of(schedule)].median)
     yield ranking(task, ranked, spreads)
-    bars = [Bar(short(s), *microseconds(spreads[key_of(s)])) for s in ranked]
+    bars = [Bar.of(short(s), spreads[key_of(s)]) for s in ranked]
     yield Chart(f"{workload.case}, {task.dtype_name}", "us", tuple(bars))
     yield from refusals([c for c in space if c.refused][:REFUSED])
     best, worst, rule = (spreads[key_of(s)].median for s in (ranked[0], ranked[-1], tried[0]))
@@ -57,12 +57,8 @@ def measure(task: Task, tried: Sequence[GemmSchedule], rounds: int) -> dict[str,
 def short(s: GemmSchedule) -> str:
     """The tile, and on a GPU its pipeline and threads."""
     tile = f"{s.block_m}x{s.block_n}x{s.block_k}"
-    more = f" {s.num_stages} stages {s.num_threads} threads" if s.num_threads > 1 else ""
-    return tile + more + (" swizzled" if s.swizzle else "")
-
-
-def microseconds(spread: Spread) -> tuple[float, float, float]:
-    return 1e6 * spread.median, 1e6 * spread.low, 1e6 * spread.high
+    more = f", {s.num_stages} stages, {s.num_threads} threads" if s.num_threads > 1 else ""
+    return tile + more + (", swizzled" if s.swizzle else "")
 
 
 def ranking(task: Task, ranked: Sequence[GemmSchedule], spreads: dict[str, Spread]) -> Table:
@@ -75,7 +71,7 @@ def ranking(task: Task, ranked: Sequence[GemmSchedule], spreads: dict[str, Sprea
 
 def _row(task: Task, s: GemmSchedule, spread: Spread) -> tuple[str, ...]:
     fill = occupancy(task, s, sm_count(task))
-    middle, low, high = microseconds(spread)
+    middle, low, high = (1e6 * s for s in (spread.median, spread.low, spread.high))
     return (
         short(s),
         f"{middle:.1f}",

@@ -97,7 +97,7 @@ def _row(record: Record) -> tuple[str, ...]:
 def right(ours: Record, name: str = "error") -> Figure:
     """How far our result is from float64, beside what is allowed."""
     error, bound = (float(ours.check[key] or 0) for key in ("rms_error", "rms_bound"))
-    return Figure(name, f"{error:.1e} (allowed {bound:.1e})")
+    return Figure(name, error, f"(allowed {bound:.1e})")
 
 
 def median(record: Record, metric: str) -> float:

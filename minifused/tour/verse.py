@@ -1,14 +1,16 @@
-"""The model on all of these kernels: a line of verse, and how far its logits are from the twin's."""
+"""The model on all of these kernels: a line of verse, and the parity of its logits."""
 
 from collections.abc import Iterator
 
 from minifused import parity
 from minifused.engine import GPT
+from minifused.model import MLP
+from minifused.model import Block as ModelBlock
+from minifused.sampling import SamplingParams
+from minifused.timing import Timing, timed
 from minifused.tour.blocks import Block, Figure, Section, Table, Verse
 from minifused.tour.source import function
 from minifused.tour.stage import Stage
-from minifused.model import MLP, Block as ModelBlock
-from minifused.timing import Timing, timed
 
 PROMPT = "ROMEO:\n"
 NEW_TOKENS = 96
@@ -19,9 +21,8 @@ def run_model(stage: Stage) -> Iterator[Block | Figure]:
     yield function("its MLP, minifused/model.py", MLP.forward)
     model = GPT.from_pretrained(device=stage.device.type)
     text, timing = "", Timing()
-    events = model.stream(
-        [model.encode(PROMPT)], max_new_tokens=NEW_TOKENS, temperature=0.7, stop=["\n"]
-    )
+    choice = SamplingParams(temperature=0.7)
+    events = model.stream([model.encode(PROMPT)], NEW_TOKENS, choice, stop=["\n"])
     for event in timed(events, timing):
         text += event.text
     yield Verse(PROMPT + text)
@@ -44,7 +45,7 @@ def compare_logits(stage: Stage) -> Iterator[Block | Figure]:
     heads = ("", "max error", "RMS error", "eager's", "allowed", "")
     yield Table(f"Against the twin in float64, {results[0].dtype}", heads, rows)
     logits = next(r for r in results if r.check == "logits")
-    yield Figure("logits error", f"{logits.rms_error:.1e} (allowed {logits.bound:.1e})")
+    yield Figure("logits error", logits.rms_error, f"(allowed {logits.bound:.1e})")
     if not all(r.ok for r in results):
         raise RuntimeError("past the bound: " + ", ".join(r.case for r in results if not r.ok))
 
@@ -52,7 +53,7 @@ def compare_logits(stage: Stage) -> Iterator[Block | Figure]:
 MODEL = Section(
     "model",
     "The model",
-    "All of it together: the demo model writes a line through `GPT.stream`, its prompt by "
+    "All of it together: the demo model writes a line through GPT.stream, its prompt by "
     "FlashAttention and the tiled product, each token behind it by the decode kernels and a KV "
     "cache. The same weights in plain PyTorch, in float64, say how far the residual stream of each "
     "layer and the logits are off; PyTorch in the same dtype says how far is usual.",
