@@ -273,7 +273,7 @@ def test_what_cannot_be_captured_is_timed_as_it_is(captured, monkeypatch):
     monkeypatch.setattr(kernel_suite, "capture", lambda work: replay)
     monkeypatch.setattr(clock, "synchronize", lambda device: None)
     calls = []
-    ready = kernel_suite.warm_up(list, lambda: calls.append(1), {"rms_error": 0.0}, CUDA)
+    ready = kernel_suite.warm_up(lambda: calls.append(1), {"rms_error": 0.0}, CUDA)
     assert ready.check == {"rms_error": 0.0, "captured": captured}
     assert (ready.work is replay) == captured and len(calls) == kernel_suite.WARM_CALLS
 

@@ -94,7 +94,7 @@ class KernelCase:
             call = partial(rival, **inputs)
             try:
                 check = exam.measure(call())
-                ready[name] = warm_up(call, call, check, setting.device)
+                ready[name] = warm_up(call, check, setting.device)
             except Exception as error:  # a rival's failure is a finding, not the end of the run
                 skipped, shape = isinstance(error, Unavailable), self.shape(setting.dtype)
                 yield make_record(setting, self, name, shape, {}, {}, _reason(error), skipped)
@@ -134,24 +134,24 @@ def kernel_cases(device: torch.device, quick: bool, ops: Sequence[str] | None) -
 
 
 def prepare_ours(op: str, inputs: Inputs, exam: Exam, device: torch.device) -> Ready:
-    """Our operation, into NaN-filled memory. Raises WrongResultError if it is past its bound."""
+    """Our operation. Raises WrongResultError if it is past its bound, in NaN-filled memory.
+
+    It is timed as its rivals are: as a user calls it, its output allocated each time.
+    """
     call = partial(getattr(ops, op), **inputs)
-    out = torch.full_like(call(), torch.nan)
-    work = partial(call, out=out)
-    return warm_up(call, work, exam.require(work()), device)
+    check = exam.require(call(out=torch.full_like(call(), torch.nan)))
+    return warm_up(call, check, device)
 
 
-def warm_up(
-    call: Callable[[], Tensor], work: Callable[[], Tensor], check: Check, device: torch.device
-) -> Ready:
-    """Make ready for timing, on a GPU as a CUDA graph if the work can be captured."""
+def warm_up(call: Callable[[], Tensor], check: Check, device: torch.device) -> Ready:
+    """Make ready for timing, on a GPU as a CUDA graph if the call can be captured."""
     for _ in range(WARM_CALLS):
-        work()
+        call()
     if device.type != "cuda":
-        return Ready(call, work, check)
+        return Ready(call, call, check)
     clock.synchronize(device)
-    replay = capture(work)
-    return Ready(call, replay or work, {**check, "captured": replay is not None})
+    replay = capture(call)
+    return Ready(call, replay or call, {**check, "captured": replay is not None})
 
 
 def capture(work: Work) -> Work | None:

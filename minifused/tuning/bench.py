@@ -53,10 +53,14 @@ def _compile(task: Task, schedule: Schedule) -> Any:
         raise CompileError(reason_of(error)) from error
 
 
+# What a compiler says behind "error:"; g++ says it on stderr, and the exception only that it failed.
+TELLING = r"Check failed|conflict|error:\s*\S|Compilation Failed"
+
+
 def reason_of(error: Exception) -> str:
     """The line of a message that says most."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = (line for line in lines if re.search("Check failed|conflict|error:", line))
+    telling = (line for line in lines if re.search(TELLING, line))
     reason = next(telling, lines[-1] if lines else "no reason given")
     return f"{type(error).__name__}: {reason[:300]}"
 
