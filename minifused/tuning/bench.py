@@ -53,7 +53,7 @@ def _compile(task: Task, schedule: Schedule) -> Any:
         raise CompileError(reason_of(error)) from error
 
 
-# What a compiler says behind "error:"; g++ says it on stderr, and the exception only that it failed.
+# What says most, of a compiler above all; what g++ says goes to stderr and not into the exception.
 TELLING = r"Check failed|conflict|error:\s*\S|Compilation Failed"
 
 
