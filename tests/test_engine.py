@@ -257,7 +257,7 @@ def with_end_of_text(request, tmp_path_factory):
     vocabulary = {token: n for n, token in enumerate([*alphabet[1:], END_OF_TEXT])}
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
     (folder / "merges.txt").write_text("#version: 0.2\n")
-    config = GPTConfig(vocab_size=300, n_positions=32, n_embd=64, n_head=1, n_layer=1,
+    config = GPTConfig(vocab_size=300, n_positions=32, n_embd=40, n_head=2, n_layer=1,
                        bos_token_id=255, eos_token_id=255)  # fmt: skip
     torch.manual_seed(0)
     state = {name: t + 0.3 * torch.randn_like(t) for name, t in Twin(config).state_dict().items()}
@@ -301,10 +301,10 @@ def test_a_prompt_longer_than_the_context_is_refused_and_harms_no_other(demo):
 
 
 def test_tokens_beyond_the_tokenizer_are_never_chosen():
-    config = GPTConfig(vocab_size=300, n_positions=16, n_embd=64, n_head=1, n_layer=1)
+    config = GPTConfig(vocab_size=300, n_positions=16, n_embd=40, n_head=2, n_layer=1)
     torch.manual_seed(0)
     twin = Twin(config).eval().requires_grad_(False)
-    twin.wte.weight[256:] = 40 * twin.ln_f.weight.new_ones(64)  # the likeliest by far
+    twin.wte.weight[256:] = 40 * twin.ln_f.weight.new_ones(40)  # the likeliest by far
     twin.ln_f.bias.fill_(1.0)
     fused = GPTModel.from_weights(config, twin.state_dict())
     for model in (fused, twin):

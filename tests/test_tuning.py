@@ -289,16 +289,16 @@ def test_how_a_grid_fills_a_gpu():
 
 
 SAMPLES = [
-    ("gemm", GEMM, torch.bfloat16, 3),
-    ("gemm", GEMM, torch.float32, 2),
-    ("skinny_gemm", LinearWorkload("few rows", 4, 768, 768), torch.bfloat16, 2),
-    ("flash_attention", AttentionWorkload("a", 4, 1024, 1024, 16, 64), torch.bfloat16, 2),
+    ("gemm", GEMM, torch.bfloat16, 2),
+    ("gemm", GEMM, torch.float32, 1),
+    ("skinny_gemm", LinearWorkload("few rows", 4, 768, 768), torch.bfloat16, 1),
+    ("flash_attention", AttentionWorkload("a", 4, 1024, 1024, 16, 64), torch.bfloat16, 1),
     ("flash_attention", AttentionWorkload("a", 4, 1024, 1024, 16, 128), torch.float32, 1),
     ("decode_attention", named_workloads(TUNABLES["decode_attention"], "cuda")[0],
      torch.bfloat16, 1),
-    ("row_softmax", SoftmaxWorkload("rows", 4096, 50257), torch.bfloat16, 3),
-    ("layer_norm", named_workloads(TUNABLES["layer_norm"], "cuda")[0], torch.bfloat16, 2),
-    ("vector_add", named_workloads(TUNABLES["vector_add"], "cuda")[0], torch.bfloat16, 2),
+    ("row_softmax", SoftmaxWorkload("rows", 4096, 50257), torch.bfloat16, 1),
+    ("layer_norm", named_workloads(TUNABLES["layer_norm"], "cuda")[0], torch.bfloat16, 1),
+    ("vector_add", named_workloads(TUNABLES["vector_add"], "cuda")[0], torch.bfloat16, 1),
 ]  # fmt: skip
 
 
