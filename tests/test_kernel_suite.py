@@ -11,9 +11,8 @@ import torch
 from minifused import ops, workloads
 from minifused.benchmark import checks, clock, kernel_suite, records, rivals
 from minifused.benchmark.kernel_suite import OPS, KernelCase, kernel_cases
-from minifused.benchmark.model_suite import Unavailable
 from minifused.benchmark.records import OURS, Journal, Record
-from minifused.benchmark.suite import Setting, WrongResultError, run_cases
+from minifused.benchmark.suite import Setting, Unavailable, WrongResultError, run_cases
 from minifused.kernels.tile import Tile
 from minifused.workloads import (
     AttentionWorkload,

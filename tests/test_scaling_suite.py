@@ -9,10 +9,10 @@ import torch
 
 from minifused import ops
 from minifused.benchmark import clock, records, scaling_suite
-from minifused.benchmark.model_suite import Subject, Unavailable
+from minifused.benchmark.model_suite import Subject
 from minifused.benchmark.records import OURS, Journal, Record, Spread
 from minifused.benchmark.scaling_suite import DecodeCase, LengthCase, decode_cases, scaling_cases
-from minifused.benchmark.suite import Setting, WrongResultError, make_record, run_cases
+from minifused.benchmark.suite import Setting, Unavailable, WrongResultError, make_record, run_cases
 from minifused.config import PRESETS, GPTConfig
 from minifused.parity import eager_attention
 from minifused.workloads import AttentionWorkload

@@ -16,10 +16,9 @@ from minifused import ops
 from minifused.benchmark import clock
 from minifused.benchmark.checks import Check, Exam
 from minifused.benchmark.clock import Work
-from minifused.benchmark.model_suite import Unavailable, release_memory
 from minifused.benchmark.records import OURS, Record, Spread
 from minifused.benchmark.rivals import Rivals, rivals_of
-from minifused.benchmark.suite import Case, Setting, make_record
+from minifused.benchmark.suite import Case, Setting, Unavailable, make_record, release_memory
 from minifused.kernels.build import dtype_name, tile_for
 from minifused.tuning.tunables import TUNABLES, is_its_own
 from minifused.workloads import (

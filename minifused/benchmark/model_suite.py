@@ -6,7 +6,6 @@ then they are timed in turns. A run of one new token gives the time to the first
 of all of them takes longer, the time of each further one.
 """
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,7 +18,15 @@ from minifused import checkpoint, metrics
 from minifused.benchmark import clock
 from minifused.benchmark.contenders import CONTENDERS, Contender, EagerTwin
 from minifused.benchmark.records import OURS, Record, Spread
-from minifused.benchmark.suite import Setting, WrongResultError, make_record
+from minifused.benchmark.suite import (
+    Setting,
+    Unavailable,
+    WrongResultError,
+    allocated,
+    make_record,
+    peak_since,
+    release_memory,
+)
 from minifused.config import PRESETS, GPTConfig
 from minifused.engine import DEMO_FOLDER
 from minifused.errors import UserError
@@ -267,10 +274,6 @@ class Text:
         return int(other.any(0).nonzero()[0, 0]), below[other].max().item()
 
 
-class Unavailable(Exception):
-    """A contender that this machine does not have."""
-
-
 def require_available(name: str, device: torch.device) -> None:
     if name.startswith("transformers") and find_spec("transformers") is None:
         raise Unavailable("not installed: pip install 'minifused[hf]'")
@@ -278,29 +281,8 @@ def require_available(name: str, device: torch.device) -> None:
         raise Unavailable("transformers compiles on a GPU only")
 
 
-def allocated(device: torch.device) -> int:
-    """Bytes in use on a GPU, after counting their peak anew; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def peak_since(before: int, device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
-
-
 def shared_bytes(contender: Contender, weights: Mapping[str, Tensor]) -> int:
     """Bytes of the weights that the contender uses and did not allocate itself."""
     addresses = {weight.data_ptr() for weight in weights.values()}
     shared = (p for p in contender.model.parameters() if p.data_ptr() in addresses)
     return sum(parameter.nbytes for parameter in shared)
-
-
-def release_memory() -> None:
-    """Drop compiled code and its graphs, which hold memory and count against a limit."""
-    torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

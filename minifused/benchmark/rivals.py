@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from minifused.benchmark.model_suite import Unavailable
+from minifused.benchmark.suite import Unavailable
 from minifused.parity import eager_attention, eager_layer_norm, eager_linear
 from minifused.workloads import DecodeWorkload, LinearWorkload, Workload
 

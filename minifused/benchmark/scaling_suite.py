@@ -10,16 +10,10 @@ from torch.nn.attention import SDPBackend
 from minifused.benchmark import clock
 from minifused.benchmark.checks import Check
 from minifused.benchmark.kernel_suite import KernelCase, Ready, Seconds
-from minifused.benchmark.model_suite import (
-    ModelCase,
-    Subject,
-    Unavailable,
-    allocated,
-    peak_since,
-)
+from minifused.benchmark.model_suite import ModelCase, Subject
 from minifused.benchmark.records import OURS, Spread
 from minifused.benchmark.rivals import Rivals, by_backend
-from minifused.benchmark.suite import Case, Setting
+from minifused.benchmark.suite import Case, Setting, Unavailable, allocated, peak_since
 from minifused.parity import eager_attention
 from minifused.workloads import AttentionWorkload
 

@@ -1,5 +1,6 @@
 """What the suites share: the setting of a run, its records, and the loop over its cases."""
 
+import gc
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ from minifused.benchmark.records import Journal, Record, Spread
 
 class WrongResultError(RuntimeError):
     """Our own result is past its bound: the benchmark stops, since a wrong kernel has no speed."""
+
+
+class Unavailable(Exception):
+    """A contender that this machine does not have."""
 
 
 @dataclass(frozen=True)
@@ -101,3 +106,27 @@ def run_cases(cases: Sequence[Case], setting: Setting) -> None:
             bar.set_description(case.name)
             for record in case.run(setting):
                 journal.append(record)
+
+
+# Memory
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes in use on a GPU, after counting their peak anew; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def peak_since(before: int, device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
+
+
+def release_memory() -> None:
+    """Drop compiled code and its graphs, which hold memory and count against a limit."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
