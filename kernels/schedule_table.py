@@ -8,7 +8,6 @@ a launcher keeps the schedule it got: none of this is paid for at a launch.
 from __future__ import annotations
 
 import functools
-import platform
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import torch
 
 from minifused.kernels import table_file
 from minifused.kernels.build import tile_for
+from minifused.kernels.processor import processor_name
 from minifused.kernels.table_file import Entries
 from minifused.kernels.tile import Tile
 
@@ -66,7 +66,7 @@ def machine(tile: Tile) -> str | None:
     """
     version = f"TileLang {tilelang.__version__}"
     if not tile.is_cuda:
-        return f"{_processor()}, 1 core, {version}"
+        return f"{processor_name()}, 1 core, {version}"
     if not torch.cuda.is_available():
         return None
     device = torch.device("cuda", torch.cuda.current_device())
@@ -74,16 +74,6 @@ def machine(tile: Tile) -> str | None:
         return None
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.name}, {properties.multi_processor_count} SMs, {version}"
-
-
-@functools.cache
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next(filter(None, (*names, platform.processor(), platform.machine())), "CPU")
 
 
 # Lookup

@@ -53,7 +53,7 @@ class Batch:
     Args:
         softmax: over the last dimension, of what is drawn from.
         vocab_size: how many of the model's tokens may be chosen, the first ones.
-        graph: replay CUDA graphs, captured here once, rather than launch each kernel.
+        graph: replay CUDA graphs of what is done again, rather than launch each kernel.
     """
 
     def __init__(

@@ -145,6 +145,7 @@ def run(args: Namespace, journal: Journal) -> None:
     if device.type == "cpu":
         torch.set_num_threads(1)  # as many as our kernels use
     cases = pick_cases(args, device)
+    machine, copy_rate = machine_info(device), clock.copy_bytes_per_s(device)
     for name in args.dtype or ["auto"]:
         dtype = resolve_dtype(name, device)
         run_cases(
@@ -154,8 +155,8 @@ def run(args: Namespace, journal: Journal) -> None:
                 dtype=dtype,
                 rounds=min(args.rounds, QUICK_ROUNDS) if args.quick else args.rounds,
                 journal=journal,
-                machine=machine_info(device),
-                copy_bytes_per_s=clock.copy_bytes_per_s(device),
+                machine=machine,
+                copy_bytes_per_s=copy_rate,
                 matmul_flops_per_s=clock.matmul_flops_per_s(device, dtype),
             ),
         )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from minifused import assembly
+from minifused.columns import padded
 from minifused.errors import UserError, run_cli
 from minifused.inspection import (
     ARCHS,
@@ -114,12 +115,9 @@ def table(columns: list[Column]) -> str:
     rows = [("", *titles) for titles in zip(*heads, strict=True)]
     names = list(dict.fromkeys(name for _, facts in columns for name in facts))
     rows += [(name, *(cell(facts.get(name)) for _, facts in columns)) for name in names]
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    return "\n".join(
-        f"{'*' if len(set(row[1:])) > 1 and row[0] else ' '} {row[0]:{widths[0]}}  "
-        + "  ".join(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-        for row in rows
-    )
+    marks = ["*" if len(set(row[1:])) > 1 and row[0] else " " for row in rows]
+    lines = ["  ".join(row) for row in padded(rows, left=(0,))]
+    return "\n".join(f"{mark} {line}" for mark, line in zip(marks, lines, strict=True))
 
 
 def cell(value: float | None) -> str:

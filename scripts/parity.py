@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from minifused import parity
+from minifused.columns import padded
 from minifused.engine import DEMO_FOLDER, DTYPES, resolve_device
 from minifused.errors import run_cli
 from minifused.parity import Result
@@ -54,11 +55,8 @@ def table(results: Sequence[Result]) -> str:
         )
         for r in results
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    left = range(len(TITLES))
+    return "\n".join("  ".join(row).rstrip() for row in padded(rows, left))
 
 
 def document(results: Sequence[Result], device: torch.device, model: Path) -> str:

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from minifused.kernels import build
+from minifused.kernels import build, schedule_table
 
 # float32 means float32, in the baselines as in the kernels.
 torch.backends.cuda.matmul.allow_tf32 = False
@@ -33,3 +33,13 @@ build._direct_call = _checked_call
 def no_table_of_the_users(tmp_path_factory):
     """The schedules are those of the rules and of the package, whatever was tuned here."""
     os.environ["MINIFUSED_CACHE_DIR"] = str(tmp_path_factory.mktemp("no-table"))
+
+
+@pytest.fixture
+def no_tables(tmp_path, monkeypatch):
+    """Neither the user's nor the package's table: both would lie in folders of this test."""
+    monkeypatch.setenv("MINIFUSED_CACHE_DIR", str(tmp_path / "user"))
+    monkeypatch.setattr(schedule_table, "PACKAGED", tmp_path / "package")
+    schedule_table.forget()
+    yield
+    schedule_table.forget()

@@ -19,6 +19,8 @@ from minifused.kernels.schedule import AttentionSchedule, GemmSchedule, RowSched
 from minifused.kernels.tile import CPU, Tile
 from minifused.kernels.vector_add import vector_add_schedule
 
+pytestmark = pytest.mark.usefixtures("no_tables")
+
 ROOT = Path(__file__).parents[1]
 H200 = Tile("sm_90a")
 BF16, F32 = "bfloat16", "float32"
@@ -26,16 +28,6 @@ SHAPE = (2048, 2048, 2048)
 BUCKET = buckets.gemm(*SHAPE)
 RULE = schedule.gemm_schedule(CPU, *SHAPE, F32)
 USERS, PACKAGES = GemmSchedule(8, 96, 64, 1, 1), GemmSchedule(12, 48, 64, 1, 1)
-
-
-@pytest.fixture(autouse=True)
-def tables(tmp_path, monkeypatch):
-    """Both tables absent, in folders of this test."""
-    monkeypatch.setenv("MINIFUSED_CACHE_DIR", str(tmp_path / "user"))
-    monkeypatch.setattr(schedule_table, "PACKAGED", tmp_path / "package")
-    schedule_table.forget()
-    yield
-    schedule_table.forget()
 
 
 def put(path, machine, chosen, kernel="gemm", bucket=BUCKET, dtype=F32):

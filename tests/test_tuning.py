@@ -40,20 +40,13 @@ from minifused.tuning.task import Task, arch_of, candidates, key_of, occupancy
 from minifused.tuning.tunables import TUNABLES, named_workloads
 from minifused.workloads import AttentionWorkload, LinearWorkload, SoftmaxWorkload
 
+pytestmark = pytest.mark.usefixtures("no_tables")
+
 ROOT = Path(__file__).parents[1]
 SCRIPT_FILE = ROOT / "scripts" / "tune.py"
 SCRIPT = runpy.run_path(str(SCRIPT_FILE))
 SMALL = SoftmaxWorkload("small", 8, 40)
 SECONDS = {"timeout": 2.0, "compile_timeout": 4.0}  # a good candidate takes about one
-
-
-@pytest.fixture(autouse=True)
-def tables(tmp_path, monkeypatch):
-    monkeypatch.setenv("MINIFUSED_CACHE_DIR", str(tmp_path / "user"))
-    monkeypatch.setattr(schedule_table, "PACKAGED", tmp_path / "package")
-    schedule_table.forget()
-    yield
-    schedule_table.forget()
 
 
 def tune(task, folder, **options):

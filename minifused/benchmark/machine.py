@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from minifused import __version__
+from minifused.kernels.processor import processor_name
 
 SOURCE = Path(__file__).resolve().parents[2]
 PACKAGES = ("tilelang", "transformers", "triton")
@@ -66,16 +67,7 @@ def _number(text: str) -> float | None:
 
 
 def _cpu() -> dict:
-    return {"name": _processor(), "threads": torch.get_num_threads()}
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next(filter(None, (*names, platform.processor(), platform.machine())), "CPU")
+    return {"name": processor_name(), "threads": torch.get_num_threads()}
 
 
 def _versions() -> dict[str, str]:

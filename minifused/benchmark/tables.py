@@ -19,6 +19,7 @@ from minifused.benchmark.records import (
     group_by,
     times_faster,
 )
+from minifused.columns import padded
 
 MISSING = "-"
 LEFT_ALIGNED = ("op", "case", "contender", "dtype", "best rival", "note")
@@ -73,15 +74,8 @@ def _markdown(table: Table) -> list[str]:
 
 def _aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[str]]:
     """The titles and then the rows, the cells of a column padded to one width of 3 or more."""
-    table = [columns, *rows]
-    widths = [max(3, *map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        [
-            cell.ljust(width) if column in LEFT_ALIGNED else cell.rjust(width)
-            for column, cell, width in zip(columns, row, widths, strict=True)
-        ]
-        for row in table
-    ]
+    left = [place for place, column in enumerate(columns) if column in LEFT_ALIGNED]
+    return padded([columns, *rows], left, least=3)
 
 
 def _without_empty_columns(table: Table) -> Table:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from minifused.doctor import can_run, diagnose
 from minifused.tour.blocks import Block, Figure, Section, Table
 from minifused.tour.source import statement
-from minifused.tour.stage import Stage, against_torch, median, race, race_blocks, right
+from minifused.tour.stage import Stage, against_torch, median, memory_race, race, race_blocks, right
 from minifused.workloads import LinearWorkload, VectorAddWorkload
 
 VECTORS = {
@@ -28,12 +28,7 @@ def run_environment(stage: Stage) -> Iterator[Block | Figure]:
 
 def run_vector_add(stage: Stage) -> Iterator[Block | Figure]:
     yield statement("vector_add.py", "with T.Kernel")
-    records = race(stage, "vector_add", VECTORS[stage.device.type])
-    yield from race_blocks(f"{records[0].case}, {records[0].dtype}", records)
-    yield right(records[0])
-    yield Figure("bandwidth", median(records[0], "gb_per_s"), "GB/s")
-    yield Figure("of a large copy's", 100 * median(records[0], "roofline_share"), "%")
-    yield against_torch(records)
+    yield from memory_race(stage, "vector_add", VECTORS[stage.device.type])
 
 
 def run_matmul(stage: Stage) -> Iterator[Block | Figure]:

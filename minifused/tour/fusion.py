@@ -11,7 +11,16 @@ from minifused.benchmark.records import OURS, Spread
 from minifused.parity import eager_linear
 from minifused.tour.blocks import Bar, Block, Chart, Figure, Note, Section, Table
 from minifused.tour.source import statement
-from minifused.tour.stage import ROUNDS, Stage, against_torch, median, race, race_blocks, right
+from minifused.tour.stage import (
+    ROUNDS,
+    Stage,
+    against_torch,
+    median,
+    memory_race,
+    race,
+    race_blocks,
+    right,
+)
 from minifused.workloads import AttentionWorkload, LinearWorkload, SoftmaxWorkload
 
 UNFUSED = "torch eager"
@@ -71,12 +80,7 @@ def compared(title: str, times: dict[str, Spread]) -> Iterator[Block]:
 
 def run_softmax(stage: Stage) -> Iterator[Block | Figure]:
     yield statement("row_softmax.py", "for block in T.serial(T.ceildiv(valid")
-    records = race(stage, "softmax", ROWS[stage.device.type])
-    yield from race_blocks(f"{records[0].case}, {records[0].dtype}", records)
-    yield right(records[0])
-    yield Figure("bandwidth", median(records[0], "gb_per_s"), "GB/s")
-    yield Figure("of a large copy's", 100 * median(records[0], "roofline_share"), "%")
-    yield against_torch(records)
+    yield from memory_race(stage, "softmax", ROWS[stage.device.type])
 
 
 def run_attention(stage: Stage) -> Iterator[Block | Figure]:

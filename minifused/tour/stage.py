@@ -94,6 +94,16 @@ def _row(record: Record) -> tuple[str, ...]:
     )
 
 
+def memory_race(stage: Stage, op: str, workload: Workload) -> Iterator[Block | Figure]:
+    """A race that memory decides: its table, and our bandwidth."""
+    records = race(stage, op, workload)
+    yield from race_blocks(f"{records[0].case}, {records[0].dtype}", records)
+    yield right(records[0])
+    yield Figure("bandwidth", median(records[0], "gb_per_s"), "GB/s")
+    yield Figure("of a large copy's", 100 * median(records[0], "roofline_share"), "%")
+    yield against_torch(records)
+
+
 def right(ours: Record, name: str = "error") -> Figure:
     """How far our result is from float64, beside what is allowed."""
     error, bound = (float(ours.check[key] or 0) for key in ("rms_error", "rms_bound"))

@@ -4,6 +4,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 
+from minifused.columns import padded
 from minifused.tour.blocks import Block, Chart, Code, Idioms, Note, Table, Verse
 from minifused.tour.runner import Report
 
@@ -45,16 +46,9 @@ def wrap(text: str) -> str:
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns side by side; those of words to the left, those of numbers to the right."""
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    numeric = [is_numeric(column[1:]) for column in columns]
-    return [
-        "  " + "  ".join(
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
-        ).rstrip()
-        for row in rows
-    ]  # fmt: skip
+    columns = zip(*rows, strict=True)
+    words = [place for place, column in enumerate(columns) if not is_numeric(column[1:])]
+    return [("  " + "  ".join(row)).rstrip() for row in padded(rows, left=words)]
 
 
 def is_numeric(cells: Sequence[str]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from minifused.benchmark.records import Spread
+from minifused.columns import padded
 from minifused.kernels.schedule import Schedule
 from minifused.tuning.outcome import OK, Outcome
 from minifused.tuning.search import Result
@@ -121,11 +122,7 @@ def _row(row: dict[str, Any]) -> Row:
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
+    return ["  ".join(row) for row in padded(rows)]
 
 
 def _rival_line(result: Result, rival: Spread) -> str:
