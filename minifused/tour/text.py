@@ -48,7 +48,7 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns side by side; those of words to the left, those of numbers to the right."""
     columns = zip(*rows, strict=True)
     words = [place for place, column in enumerate(columns) if not is_numeric(column[1:])]
-    return [("  " + "  ".join(row)).rstrip() for row in padded(rows, left=words)]
+    return ["  " + "  ".join(row).rstrip() for row in padded(rows, left=words)]
 
 
 def is_numeric(cells: Sequence[str]) -> bool:
