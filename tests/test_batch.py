@@ -36,6 +36,11 @@ def take(batch, prompts, count, seed=0):
         return list(batch.run(count))
 
 
+def is_varied(tokens):
+    """Not what a model would say that computes nothing, and always the same."""
+    return len(set(tokens)) > 5
+
+
 @on_each_device
 def test_a_row_ends_with_its_last_token_and_with_eos(device):
     batch = new_batch(demo(device), 4, 64, Choice(GREEDY, eos=ord(" ")))
@@ -65,7 +70,7 @@ def test_a_row_that_was_stopped_changes_no_other(device):
             said.append(step.tokens[1])
             if len(said) == 5:
                 batch.stop([False, True])
-    assert said == [step.tokens[1] for step in alone]
+    assert said == [step.tokens[1] for step in alone] and is_varied(said)
     assert batch.cache.lengths.tolist() == [len(PROMPTS[1]) + 4, len(PROMPTS[2]) + 29]
 
 
@@ -78,6 +83,7 @@ def test_what_an_earlier_request_left_changes_nothing(device):
     used.cache.keys.fill_(float("nan"))  # unused slots of the cache are never read
     used.cache.values.fill_(float("nan"))
     assert take(used, PROMPTS, 20, seed=5) == fresh
+    assert is_varied(step.tokens[0] for step in fresh)
 
 
 @on_each_device
@@ -86,6 +92,7 @@ def test_rows_without_a_prompt_change_nothing(device):
     exact = take(new_batch(gpt, 3, 64, Choice(GREEDY)), PROMPTS, 20)
     roomy = take(new_batch(gpt, 4, 128, Choice(GREEDY)), PROMPTS, 20)
     assert [step.tokens[:3] for step in roomy] == [step.tokens for step in exact]
+    assert is_varied(step.tokens[0] for step in exact)
 
 
 def test_steps_that_are_not_finite_are_marked_by_row():
@@ -198,6 +205,7 @@ def test_streams_side_by_side_do_not_share_a_batch(with_graphs):
     streams = [gpt.stream([prompt], **options) for prompt in PROMPTS]
     *_, last = zip(*streams, strict=True)  # a token of each, in turns
     assert [event.completion for event in last] == expected
+    assert all(is_varied(completion.tokens) for completion in expected)
 
 
 def test_a_stream_that_is_left_gives_its_batch_back(with_graphs):
@@ -209,7 +217,9 @@ def test_a_stream_that_is_left_gives_its_batch_back(with_graphs):
         events.close()
         assert len(gpt._idle) == 1
     prompts = [bytes(prompt).decode() for prompt in PROMPTS]
-    assert gpt.generate(prompts, **options) == plain.generate(prompts, **options)
+    expected = plain.generate(prompts, **options)
+    assert gpt.generate(prompts, **options) == expected
+    assert all(is_varied(completion.tokens) for completion in expected)
 
 
 def test_idle_batches_are_few(with_graphs):
