@@ -36,6 +36,8 @@ def append_kv_kernel(tile: Tile, width: int, packed: bool, dtype: str, schedule:
         V_cache: T.Tensor((batch, capacity, width), dtype),
     ):
         with T.Kernel(*grid, threads=schedule.num_threads) as (bx, by, bz):
+            tile.pdl_trigger()
+            tile.pdl_sync()
             row = positions[bz] + bx
             if row >= 0 and row < capacity:
                 for j in tile.parallel(block_n):

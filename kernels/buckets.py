@@ -9,6 +9,7 @@ from bisect import bisect_left
 
 GEMM_ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SKINNY_ROWS = (1, 2, 4, 8, 16)
+SWAP_ROWS = (16, 32, 64)  # each has tiles of its own
 KEYS = (256, 512, 1024, 2048, 4096, 8192)  # of an attention
 BLOCKS = (16, 64, 256)  # batch times heads, of decoding
 ROWS = (128, 1024)  # of softmax and layer norm: fewer than a GPU's cores, a few each, many
@@ -32,6 +33,14 @@ def gemm(m: int, n: int, k: int) -> str:
 
 def skinny_gemm(m: int, n: int, k: int) -> str:
     return f"{_range('m', m, SKINNY_ROWS)},n={n},k={k}"
+
+
+def swap_gemm(m: int, n: int, k: int) -> str:
+    return f"{_range('m', m, SWAP_ROWS)},n={n},k={k}"
+
+
+def gemv(n: int, k: int, whole_rows: bool) -> str:
+    return f"n={n},k={k}" + (",whole rows" if whole_rows else "")
 
 
 def flash_attention(head_dim: int, causal: bool, keys: int) -> str:

@@ -2,7 +2,8 @@
 
 One block serves one head of one batch row. There is no matrix product to speak of, so keys and
 values go straight from global memory to registers. Each of `block_n` lanes keeps an online softmax
-over its own keys, every `block_n`-th; they are merged once, at the end.
+over its own keys, every `block_n`-th; they are merged once, at the end. That is the form for a CPU
+and for float32; 16 bits on a GPU go to `decode_attention_split`.
 """
 
 import functools
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from minifused.kernels import buckets
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
+from minifused.kernels.decode_attention_combine import decode_attention_split
 from minifused.kernels.schedule import RowSchedule, decode_attention_schedule, next_power_of_2
 from minifused.kernels.tile import Tile
 
@@ -130,6 +132,8 @@ def decode_attention(
     q is (b, h, d), or packed (b, 3, h, d) with the query first; the caches are (b, capacity, h, d);
     lengths (b,) int32; all contiguous.
     """
+    if tile_for(q.device).has_tensor_core(dtype_name(q.dtype)):
+        return decode_attention_split(q, k_cache, v_cache, lengths, scale, out)
     packed = q.dim() == 4
     q = q if packed else q.unsqueeze(1)
     blocks = buckets.ceiling(q.shape[0] * q.shape[2], buckets.BLOCKS)

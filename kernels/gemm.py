@@ -102,11 +102,12 @@ def launch_linear(
     activation: str | None,
     residual: Tensor | None,
     out: Tensor,
+    *static: bool,
 ) -> None:
-    """Run a kernel of gemm_kernel's signature, with the schedule chosen for x's rows."""
+    """Run a kernel of gemm_kernel's signature, and `static`, with the schedule for x's rows."""
     kernel = _select(
         builder, choose_schedule, x.device, (x.shape[0], *weight.shape), (x.dtype, out.dtype),
-        activation, bias is not None, residual is not None,
+        activation, bias is not None, residual is not None, *static,
     )  # fmt: skip
     kernel(x, weight, bias, residual, out)
 

@@ -51,6 +51,8 @@ def layer_norm_kernel(
             mean = tile.fragment((1,), "float32")
             rest = tile.fragment((1,), "float32")  # of the mean: what its own rounding left
             rstd = tile.fragment((1,), "float32")
+            tile.pdl_trigger()
+            tile.pdl_sync()
             T.clear(mean)
             T.clear(rest)
             T.clear(rstd)

@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING, Any
 from minifused.kernels.tile import Tile
 
 if TYPE_CHECKING:
-    from minifused.kernels.schedule import AttentionSchedule, GemmSchedule
+    from minifused.kernels.schedule import (
+        AttentionSchedule,
+        GemmSchedule,
+        GemvSchedule,
+        SwapSchedule,
+    )
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MAX_THREADS = 1024  # of a block
+THREADS_AN_SM = 2048
 PRODUCER_THREADS = 128  # that TileLang adds to a block whose copies it gives warps of their own
 MAX_ACCUMULATORS = 192  # float32 a thread: it has 255 registers, for addresses and operands too
 CPU_TILE_BYTES = 1 << 20  # local arrays lie on the C stack
@@ -51,14 +57,19 @@ def shared_memory(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: 
         return 0
     if kernel == "gemm":
         return _gemm_bytes(ITEM_BYTES[dtype], schedule)
+    if kernel == "swap_gemm":
+        return _ring_bytes(ITEM_BYTES[dtype], schedule)
     if kernel == "flash_attention":
         return _attention_bytes(tile, dtype, schedule, head_dim)
     return 0
 
 
+def _ring_bytes(item: int, s: GemmSchedule | SwapSchedule) -> int:
+    return s.num_stages * (s.block_m + s.block_n) * s.block_k * item
+
+
 def _gemm_bytes(item: int, s: GemmSchedule) -> int:
-    pipeline = s.num_stages * (s.block_m + s.block_n) * s.block_k * item
-    return max(pipeline, s.block_m * s.block_n * 4)
+    return max(_ring_bytes(item, s), s.block_m * s.block_n * 4)
 
 
 def _attention_bytes(tile: Tile, dtype: str, s: AttentionSchedule, head_dim: int) -> int:
@@ -85,7 +96,7 @@ def _on_cpu(kernel: str, s: Any, head_dim: int) -> Iterator[str]:
 
 def _cpu_elements(kernel: str, s: Any, head_dim: int) -> int:
     """Of all local arrays of a block, roughly."""
-    if kernel == "gemm":
+    if kernel in ("gemm", "swap_gemm"):
         return (s.block_m + s.block_n) * s.block_k + 3 * s.block_m * s.block_n
     if kernel == "flash_attention":
         return (3 * s.block_m + 2 * s.block_n) * head_dim + 2 * s.block_m * s.block_n
@@ -103,7 +114,13 @@ def _on_cuda(tile: Tile, kernel: str, dtype: str, s: Any, head_dim: int) -> Iter
         limit = shared_memory_limit(tile)
         yield f"over budget: {shared} bytes of shared memory, and {tile.arch} has {limit}"
     if kernel == "gemm" and tile.has_tensor_core(dtype):
-        yield from _gemm_warps(s)
+        yield from _gemm_warps(s.block_m, s.block_n, s)
+    if kernel == "swap_gemm":
+        yield from _gemm_warps(s.block_n, s.block_m, s)
+        if not tile.has_tensor_core(dtype):
+            yield f"{dtype}: a tensor core would round it to TF32"
+    if kernel == "gemv":
+        yield from _gemv_warps(s)
     if kernel == "flash_attention":
         yield from _attention_warps(tile, dtype, s, head_dim)
     if kernel in REDUCING and s.num_threads & (s.num_threads - 1):
@@ -122,7 +139,7 @@ def spill(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: int = 0)
 
 def _accumulators(tile: Tile, kernel: str, dtype: str, s: Any, head_dim: int) -> int:
     """Float32 registers a thread that hold what lives through the main loop."""
-    if kernel == "gemm":
+    if kernel in ("gemm", "swap_gemm"):
         elements = s.block_m * s.block_n
     elif kernel == "flash_attention":
         elements = s.block_m * (s.block_n + padded_head(tile, dtype, head_dim))
@@ -133,13 +150,20 @@ def _accumulators(tile: Tile, kernel: str, dtype: str, s: Any, head_dim: int) ->
     return elements // s.num_threads
 
 
-def _gemm_warps(s: GemmSchedule) -> Iterator[str]:
+def _gemm_warps(rows: int, columns: int, s: GemmSchedule | SwapSchedule) -> Iterator[str]:
     if s.block_m % 16 or s.block_n % 16 or s.block_k % 16:
         # below 16 rows TileLang stops; on sm_90 columns of 8 modulo 16 come out wrong
         yield "tensor-core tiles are multiples of 16 in all three sizes"
-    tiles = (s.block_m // 16) * (s.block_n // 8)
+    tiles = (rows // 16) * (columns // 8)
     if s.num_threads // 32 > tiles:
         yield f"{s.num_threads // 32} warps for {tiles} tiles of 16 x 8: each needs one"
+
+
+def _gemv_warps(s: GemvSchedule) -> Iterator[str]:
+    if s.block_n % s.warp_n or s.warp_n > 32:
+        yield f"{s.warp_n} rows a warp: expected a divisor of {s.block_n}, and at most 32"
+    if s.min_blocks * s.num_threads > THREADS_AN_SM:
+        yield f"{s.min_blocks} blocks of {s.num_threads} threads do not fit on an SM"
 
 
 def _attention_warps(tile: Tile, dtype: str, s: AttentionSchedule, head_dim: int) -> Iterator[str]:

@@ -1,11 +1,11 @@
 """Row softmax, with padded columns masked.
 
 A row that fits in a fragment is read once. A wider one is read twice in pieces: first the running
-maximum and the sum rescaled to it (Milakov and Gimelshein, arXiv 1805.02867), then the values.
+maximum and the sum rescaled to it (Milakov and Gimelshein, arXiv 1805.02867), then the values. On a
+GPU that takes other forms: `row_softmax_wide`, and for a few rows `row_softmax_split`.
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 import tilelang.language as T
@@ -14,10 +14,21 @@ from torch import Tensor
 
 from minifused.kernels import buckets
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
+from minifused.kernels.row_lanes import row_lanes, softmax_exp, vector_width
+from minifused.kernels.row_softmax_split import (
+    MAX_SPLIT,
+    SPLIT_ROWS,
+    count_pieces,
+    piece_sums_kernel,
+    piece_values_kernel,
+    split_schedule,
+)
+from minifused.kernels.row_softmax_wide import wide_schedule, wide_softmax_kernel
 from minifused.kernels.schedule import RowSchedule, row_schedule, tuned
 from minifused.kernels.tile import Tile
 
 MAX_COLUMNS_IN_REGISTERS = 8192
+GPU_ROWS = tuple(sorted({*SPLIT_ROWS, *buckets.ROWS}))
 
 
 def row_softmax_kernel(
@@ -29,11 +40,12 @@ def row_softmax_kernel(
     that holds NaN or +inf.
     """
     block_n = schedule.block_n
+    wide = valid > min(block_n, MAX_COLUMNS_IN_REGISTERS)
+    if tile.is_cuda and wide and vector_width(dtype, out_dtype, schedule):
+        return wide_softmax_kernel(tile, n, valid, dtype, out_dtype, schedule)
     m = T.dynamic("m")
     minus_inf = -T.infinity("float32")
-    # 16-bit results hide the rounding of x * log2(e); float32 results would not (28 times the
-    # error at wide logits), so there the natural exponential is taken of the exact difference.
-    scale, exp = (1.0, tile.exp) if out_dtype == "float32" else (math.log2(math.e), tile.exp2)
+    exp = softmax_exp(tile, out_dtype)
 
     @T.prim_func
     def row_softmax(X: T.Tensor((m, n), dtype), Y: T.Tensor((m, n), out_dtype)):
@@ -43,6 +55,8 @@ def row_softmax_kernel(
             block_sum = tile.fragment((1,), "float32")
             row_max = tile.fragment((1,), "float32")
             row_sum = tile.fragment((1,), "float32")
+            tile.pdl_trigger()
+            tile.pdl_sync()
             T.fill(row_max, minus_inf)
             T.clear(row_sum)
             for block in T.serial(T.ceildiv(valid, block_n)):
@@ -54,17 +68,17 @@ def row_softmax_kernel(
                 for j in tile.parallel(block_n):
                     # No finite value so far: shift by 0, not by -inf, which would give NaN.
                     shift = T.if_then_else(row_max[0] == minus_inf, 0.0, row_max[0])
-                    x[j] = exp((x[j] - shift) * scale)
+                    x[j] = exp(x[j] - shift)
                 T.reduce_sum(x, block_sum, dim=0)
                 for i in tile.parallel(1):
                     shift = T.if_then_else(row_max[i] == minus_inf, 0.0, row_max[i])
-                    row_sum[i] = row_sum[i] * exp((block_max[i] - shift) * scale) + block_sum[i]
+                    row_sum[i] = row_sum[i] * exp(block_max[i] - shift) + block_sum[i]
             for block in T.serial(T.ceildiv(n, block_n)):
                 for j in tile.parallel(block_n):
                     col = block * block_n + j
                     if col < n:
                         if valid > block_n:
-                            x[j] = exp((T.cast(X[row, col], "float32") - row_max[0]) * scale)
+                            x[j] = exp(T.cast(X[row, col], "float32") - row_max[0])
                         Y[row, col] = T.cast(
                             T.if_then_else(col < valid, x[j] / row_sum[0], 0.0), out_dtype
                         )
@@ -73,8 +87,27 @@ def row_softmax_kernel(
 
 
 def row_softmax_schedule(tile: Tile, m: int, n: int, dtype: str) -> RowSchedule:
-    rule = row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
+    """The schedule of one block a row."""
+    in_pieces = tile.is_cuda and n > MAX_COLUMNS_IN_REGISTERS
+    rule = wide_schedule(dtype) if in_pieces else row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
     return tuned(tile, "row_softmax", buckets.row(m, n), dtype, rule)
+
+
+def compile_split(
+    tile: Tile, n: int, valid: int, dtype: str, out_dtype: str, schedule: RowSchedule
+) -> Callable[[Tensor, Tensor], None]:
+    """A function of x (m, n) and out (m, n) that runs both kernels of `row_softmax_split`."""
+    static = (tile, n, valid, dtype, out_dtype, schedule)
+    sums = compile_kernel(piece_sums_kernel, *static)
+    values = compile_kernel(piece_values_kernel, *static)
+    pieces = count_pieces(row_lanes(tile, valid, dtype, out_dtype, schedule))
+
+    def launch(x: Tensor, out: Tensor) -> None:
+        partial = torch.empty(x.shape[0], pieces, 2, dtype=torch.float32, device=x.device)
+        sums(x, partial)
+        values(x, partial, out)
+
+    return launch
 
 
 @functools.cache
@@ -87,11 +120,13 @@ def _select(
     out_dtype: torch.dtype,
 ) -> Callable[..., None]:
     tile, names = tile_for(device), (dtype_name(dtype), dtype_name(out_dtype))
+    if tile.is_cuda and m <= SPLIT_ROWS[-1] and MAX_COLUMNS_IN_REGISTERS < valid <= MAX_SPLIT:
+        return compile_split(tile, n, valid, *names, split_schedule(m, n, names[0]))
     schedule = row_softmax_schedule(tile, m, n, names[0])
     return compile_kernel(row_softmax_kernel, tile, n, valid, *names, schedule)
 
 
 def row_softmax(x: Tensor, valid: int, out: Tensor) -> None:
     """Write softmax(x (m, n)) over the first `valid` columns to out (m, n), both contiguous."""
-    m = buckets.ceiling(x.shape[0], buckets.ROWS)
+    m = buckets.ceiling(x.shape[0], GPU_ROWS if x.is_cuda else buckets.ROWS)
     _select(x.device, m, x.shape[1], valid, x.dtype, out.dtype)(x, out)

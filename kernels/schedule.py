@@ -12,7 +12,12 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from minifused.kernels import buckets, schedule_table
-from minifused.kernels.limits import ITEM_BYTES, has_bulk_copies, violation
+from minifused.kernels.limits import (
+    ITEM_BYTES,
+    has_bulk_copies,
+    shared_memory_limit,
+    violation,
+)
 from minifused.kernels.tile import Tile
 
 
@@ -35,6 +40,29 @@ class SkinnySchedule:
 
 
 @dataclass(frozen=True)
+class SwapSchedule:
+    block_m: int  # rows of A
+    block_n: int  # rows of W
+    block_k: int
+    num_stages: int
+    num_threads: int
+    splits: int = 1  # of K, a block each
+    tiles: int = 1  # of W that a block goes through
+
+
+@dataclass(frozen=True)
+class GemvSchedule:
+    block_n: int  # weight rows of a block
+    warp_n: int  # of a warp
+    split_k: int  # warps that share the columns of a row
+    min_blocks: int  # that are to fit on a core at once, which limits registers
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.block_n // self.warp_n * self.split_k
+
+
+@dataclass(frozen=True)
 class AttentionSchedule:
     block_m: int
     block_n: int
@@ -48,7 +76,22 @@ class RowSchedule:
     num_threads: int
 
 
-Schedule = GemmSchedule | SkinnySchedule | AttentionSchedule | RowSchedule
+@dataclass(frozen=True)
+class SplitSchedule:
+    splits: int  # blocks that share the keys of a head
+    num_loads: int  # keys that a lane has on their way at once
+    num_threads: int
+
+
+Schedule = (
+    GemmSchedule
+    | SkinnySchedule
+    | SwapSchedule
+    | GemvSchedule
+    | AttentionSchedule
+    | RowSchedule
+    | SplitSchedule
+)
 S = TypeVar("S", bound=Schedule)
 
 
@@ -121,6 +164,53 @@ def _skinny_rule(tile: Tile, m: int, dtype: str) -> SkinnySchedule:
     return SkinnySchedule(next_power_of_2(m), 8, lane_bytes // ITEM_BYTES[dtype], 256)
 
 
+def swap_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:
+    rule = _swap_rule(tile, m, n, k, dtype)
+    return tuned(tile, "swap_gemm", buckets.swap_gemm(m, n, k), dtype, rule)
+
+
+SWAP_BLOCKS = 132  # an H200's SMs: one wave, whose rings all fill at once
+SWAP_SPLITS = 16  # at most, of K: what split_sum can hold in registers
+SWAP_RING_BYTES = 112 * 1024  # two blocks an SM: the next kernel's fills as this one's empties
+
+
+def _swap_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:
+    block_m, block_k = max(16, next_power_of_2(m)), min(128, max(16, next_power_of_2(k)))
+    if not tile.is_cuda:
+        return SwapSchedule(block_m, 16, block_k, 1, 1)
+    is_deep = k >= 2 * n and n >= 64  # few weight rows, with much to add up
+    block_n = 64 if is_deep else next((rows for rows in (128, 64, 32) if n >= 64 * rows), 16)
+    ring = min(SWAP_RING_BYTES, shared_memory_limit(tile)) // (block_m + block_n)
+    if 4 * block_k * ITEM_BYTES[dtype] > ring:
+        block_k //= 2  # rather more stages than large ones
+    blocks, steps = -(-n // block_n), -(-k // block_k)
+    if is_deep:
+        steps = -(-steps // max(1, min(SWAP_BLOCKS // blocks, steps // 2, SWAP_SPLITS)))
+    tiles = -(-blocks // SWAP_BLOCKS) if has_bulk_copies(tile, k * ITEM_BYTES[dtype]) else 1
+    stages = min(8, ring // (block_k * ITEM_BYTES[dtype]), tiles * steps)
+    threads = min(128, 32 * (block_n // 16) * (block_m // 8))
+    splits = -(-k // (block_k * steps))
+    return SwapSchedule(block_m, block_n, block_k, stages, threads, splits, tiles)
+
+
+def split_sum_schedule(tile: Tile) -> RowSchedule:
+    return RowSchedule(256, 64 if tile.is_cuda else 1)  # 16 bytes of each part a thread
+
+
+def gemv_schedule(tile: Tile, n: int, k: int, dtype: str, whole_rows: bool) -> GemvSchedule:
+    """`whole_rows`: each warp needs all columns, as for a layer norm."""
+    rule = _gemv_rule(n, k, whole_rows)
+    return tuned(tile, "gemv", buckets.gemv(n, k, whole_rows), dtype, rule)
+
+
+def _gemv_rule(n: int, k: int, whole_rows: bool) -> GemvSchedule:
+    """About 8 warps a block, and 20 to 60 registers of weights a thread."""
+    split_k = 1 if whole_rows else -(-k // (256 if k <= 1024 else 1280))
+    vectors = -(-k // (256 * split_k))
+    warp_n = min(4 if n > 1 << 15 else 3 if n >= 3072 else 2, max(1, 16 // vectors))
+    return GemvSchedule(-(-8 // split_k) * warp_n, warp_n, split_k, 2)
+
+
 def attention_schedule(
     tile: Tile, head_dim: int, dtype: str, causal: bool = True, keys: int = 1024
 ) -> AttentionSchedule:
@@ -158,3 +248,15 @@ def decode_attention_schedule(
     rule = RowSchedule(64, 128) if tile.is_cuda else RowSchedule(16, 1)
     bucket = buckets.decode_attention(head_dim, blocks)
     return tuned(tile, "decode_attention", bucket, dtype, rule, head_dim)
+
+
+SPLIT_BLOCKS = 2 * 132  # two for each SM of an H200
+MAX_SPLITS = 16
+MIN_SPLIT_KEYS = 128  # fewer do not pay for the merge
+
+
+def split_schedule(blocks: int, capacity: int) -> SplitSchedule:
+    """Of split-KV decoding: `blocks` is the batch times the heads."""
+    most = min(MAX_SPLITS, SPLIT_BLOCKS // max(1, blocks), capacity // MIN_SPLIT_KEYS)
+    splits = 1 << max(1, most).bit_length() - 1
+    return SplitSchedule(splits, 4, 256)

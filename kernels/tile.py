@@ -58,6 +58,18 @@ class Tile:
         """A loop over a tile whose iterations are independent."""
         return (T.Parallel if self.is_cuda else T.grid)(*extents)
 
+    def pdl_trigger(self):
+        """Let the next kernel start, as far as its own `pdl_sync` (sm_90 and newer)."""
+        return T.pdl_trigger() if self.capability >= 90 else None
+
+    def pdl_sync(self):
+        """Wait for what the kernels before this one wrote.
+
+        A kernel that has this is launched before they end (programmatic dependent launch). What
+        no kernel of a step writes, weights, may be read before it; all else only behind it.
+        """
+        return T.pdl_sync() if self.capability >= 90 else None
+
     def exp(self, x):
         return T.exp(x) if self.is_cuda else cpu_math.exp(x)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minifused import ops
 from minifused.cache import KVCache
 from minifused.model import GPTModel
 from minifused.sampling import (
@@ -22,6 +23,7 @@ from minifused.sampling import (
     mark_seen,
     philox_uniform,
     sample,
+    scores_to_draw,
 )
 from minifused.twin import Twin
 
@@ -76,7 +78,7 @@ class Batch:
         self.tokens = new(torch.int64, size, 1)  # the next ones to read
         self.going = new(torch.int32, size)  # 1 where a row goes on, otherwise 0
         self.left = new(torch.int32, size)  # tokens that a row may still get
-        self.step_index = new(torch.int64, 1)
+        self.step_index = new(torch.int64, size)  # the same of all rows
         # By step: random numbers, and what the host will read.
         self.uniforms = new(torch.float32, capacity, size)
         self.chosen = new(torch.int64, capacity, size)
@@ -88,6 +90,8 @@ class Batch:
         padded = device.type == "cuda" and isinstance(model, GPTModel)  # the twin takes no padding
         self._multiple = PREFILL_MULTIPLE if padded else 1
         self._graphs = Graphs() if graph else None
+        # The end of a step in one kernel; the twin's is written apart from it.
+        self._choose = self._choose_fused if padded else self._choose_unfused
 
     def begin(
         self,
@@ -167,14 +171,43 @@ class Batch:
         return self._choose(self._forward(self.tokens, self.going))
 
     def _forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        if isinstance(self.model, GPTModel):
-            return self.model(tokens, self.cache, last_only=True, lengths=counts)
-        return self.model(tokens, self.cache, last_only=True)  # of one length, and none stands
+        """Scores (size, V), or more columns than that, of each row's next token."""
+        if isinstance(self.model, GPTModel) and isinstance(self.cache, KVCache):
+            return self.model.padded_logits(tokens, self.cache, True, counts)[:, -1]
+        return self.model(tokens, self.cache, last_only=True)[:, -1]  # of one length, all going
 
-    def _choose(self, logits: Tensor) -> Tensor:
-        """Draw a token of each row from logits (size, 1, V), and note all that a step leaves."""
-        logits = logits[:, -1, : self.vocab_size]
-        at, params = self.step_index, self.choice.params
+    def _choose_fused(self, scores: Tensor) -> Tensor:
+        """As `_choose_unfused`, in one kernel behind what the choice asks for."""
+        logits, params = scores[:, : self.vocab_size], self.choice.params
+        if params.is_plain:
+            weights = scores if params.is_greedy else ops.softmax(scores, self.vocab_size)
+        else:
+            weights = scores_to_draw(logits, params, self.softmax, self.seen)
+        uniforms = None if params.is_greedy else self.uniforms
+        eos = -1 if self.choice.eos is None else self.choice.eos
+        ops.choose_token(
+            weights, self.vocab_size, uniforms, eos, self.step_index, self.chosen, self.finite,
+            self.tokens.view(-1), self.left, self.going,
+        )  # fmt: skip
+        if not params.is_plain:  # a filter may drop what is not finite
+            self._note(self.finite, finite_rows(logits))
+        if self.scores is not None:
+            self._note(self.scores, logprobs(logits, self.tokens[:, 0]))
+        if self.seen is not None:
+            mark_seen(self.seen, self.tokens)
+        return logits
+
+    def _note(self, table: Tensor, row: Tensor) -> None:
+        """Write what belongs to the step that has just been counted."""
+        table.index_copy_(0, self.step_index[:1] - 1, row[None])
+
+    def _choose_unfused(self, scores: Tensor) -> Tensor:
+        """Draw a token of each row by its scores, and note all that a step leaves.
+
+        Returns the logits (size, vocab_size).
+        """
+        logits = scores[:, : self.vocab_size]
+        at, params = self.step_index[:1], self.choice.params
         uniforms = self.uniforms.index_select(0, at).squeeze(0)
         chosen = sample(logits, params, uniforms, self.softmax, self.seen)  # (size,)
         self.chosen.index_copy_(0, at, chosen[None])
@@ -188,7 +221,7 @@ class Batch:
         self.going.mul_(self.left.clamp(max=1))
         if self.choice.eos is not None:
             self.going.mul_(chosen != self.choice.eos)
-        at.add_(1)
+        self.step_index.add_(1)
         return logits
 
     def _zeros(self, dtype: torch.dtype, *shape: int) -> Tensor:

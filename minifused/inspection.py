@@ -19,16 +19,24 @@ import torch
 from minifused import workloads
 from minifused.config import PRESETS
 from minifused.errors import UserError
-from minifused.kernels import append_kv, schedule
+from minifused.kernels import append_kv, buckets, gemv, row_softmax, schedule, swap_gemm
 from minifused.kernels.append_kv import append_kv_kernel
 from minifused.kernels.build import dtype_name, tile_for
 from minifused.kernels.decode_attention import decode_attention_kernel
+from minifused.kernels.decode_attention_split import decode_attention_split_kernel
 from minifused.kernels.flash_attention import flash_attention_kernel
 from minifused.kernels.gemm import gemm_kernel
 from minifused.kernels.layer_norm import layer_norm_kernel, layer_norm_schedule
 from minifused.kernels.limits import shared_memory_limit
 from minifused.kernels.print_tile import COLUMNS, print_tile
 from minifused.kernels.row_softmax import row_softmax_kernel, row_softmax_schedule
+from minifused.kernels.row_softmax_split import (
+    MAX_SPLIT,
+    SPLIT_ROWS,
+    piece_sums_kernel,
+    piece_values_kernel,
+    split_schedule,
+)
 from minifused.kernels.skinny_gemm import skinny_gemm_kernel
 from minifused.kernels.tile import CPU, Tile
 from minifused.ops import MAX_HEAD_DIM, MAX_SKINNY_ROWS
@@ -39,6 +47,7 @@ from minifused.workloads import (
     LayerNormWorkload,
     LinearWorkload,
     SoftmaxWorkload,
+    VectorAddWorkload,
     Workload,
     layer_linears,
 )
@@ -95,6 +104,43 @@ class Lowered:
     shared_bytes: int
 
 
+# Which kernel runs
+
+BY_WORKLOAD: dict[type, str] = {
+    AttentionWorkload: "flash_attention",
+    AppendWorkload: "append_kv",
+    LayerNormWorkload: "layer_norm",
+    VectorAddWorkload: "vector_add",
+}
+LAST_OF_ITS_OPERATION = {"piece_sums": "piece_values"}  # of several launches
+
+
+def kernel_of(tile: Tile, dtype: str, w: Workload) -> str:
+    """The kernel that `ops` launches for a workload; of several, the one that gives the result."""
+    if isinstance(w, LinearWorkload):
+        return _kernel_of_linear(tile, dtype, w)
+    if isinstance(w, DecodeWorkload):
+        return "decode_attention_split" if tile.has_tensor_core(dtype) else "decode_attention"
+    if isinstance(w, SoftmaxWorkload):
+        is_wide = row_softmax.MAX_COLUMNS_IN_REGISTERS < (w.valid or w.n) <= MAX_SPLIT
+        return "piece_values" if _has_few_rows(tile, w) and is_wide else "row_softmax"
+    return BY_WORKLOAD[type(w)]
+
+
+def _kernel_of_linear(tile: Tile, dtype: str, w: LinearWorkload) -> str:
+    if tile.has_tensor_core(dtype) and w.k % 8 == 0:  # 16 bits, in rows of whole vectors
+        if w.m == 1 and w.k <= gemv.MAX_COLUMNS:
+            return "gemv"
+        if 2 <= w.m <= swap_gemm.MAX_ROWS and tile.capability >= 80:
+            return "swap_gemm"
+    most = MAX_SKINNY_ROWS["cuda" if tile.is_cuda else "cpu"]
+    return "skinny_gemm" if w.m <= most else "gemm"
+
+
+def _has_few_rows(tile: Tile, w: SoftmaxWorkload) -> bool:
+    return tile.is_cuda and w.m <= SPLIT_ROWS[-1]
+
+
 # From a workload to a kernel
 
 
@@ -104,6 +150,27 @@ def _linear(
     out_dtype = dtype if w.out_dtype is None else dtype_name(w.out_dtype)
     static = (w.n, w.k, dtype, out_dtype, w.activation, w.bias, w.residual)
     return builder, static, choose(tile, w.m, w.n, w.k, dtype)
+
+
+def _swap(tile: Tile, dtype: str, w: LinearWorkload) -> tuple[Callable, tuple, Any]:
+    """As the model calls it. Where parts of K are added by split_sum, that has the epilogue."""
+    ahead = True  # no kernel writes the weights
+    choose = schedule.swap_schedule
+    builder, static, chosen = _linear(swap_gemm.swap_gemm_kernel, choose, tile, dtype, w)
+    if chosen.splits > 1:
+        static = (w.n, w.k, dtype, "float32", None, False, False)
+    return builder, (*static, ahead), chosen
+
+
+def _gemv(tile: Tile, dtype: str, w: LinearWorkload) -> tuple[Callable, tuple, Any]:
+    """As the model calls it, with a row that needs no preparation."""
+    eps, parts, cached, ahead = None, None, False, True
+    builder, static, chosen = _linear(gemv.gemv_kernel, _gemv_schedule, tile, dtype, w)
+    return builder, (*static, eps, parts, cached, ahead), chosen
+
+
+def _gemv_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> schedule.GemvSchedule:
+    return schedule.gemv_schedule(tile, n, k, dtype, whole_rows=False)
 
 
 def _attention(tile: Tile, dtype: str, w: AttentionWorkload) -> tuple[Callable, tuple, Any]:
@@ -120,6 +187,12 @@ def _decode(tile: Tile, dtype: str, w: DecodeWorkload) -> tuple[Callable, tuple,
     return decode_attention_kernel, static, chosen
 
 
+def _decode_split(tile: Tile, dtype: str, w: DecodeWorkload) -> tuple[Callable, tuple, Any]:
+    chosen = schedule.split_schedule(len(w.lengths) * w.heads, w.capacity)
+    static = (w.heads, w.head_dim, w.packed, w.head_dim**-0.5, dtype, chosen.splits > 1)
+    return decode_attention_split_kernel, static, chosen
+
+
 def _append(tile: Tile, dtype: str, w: AppendWorkload) -> tuple[Callable, tuple, Any]:
     width = w.heads * w.head_dim
     chosen = schedule.row_schedule(tile, width, append_kv.MAX_COLUMNS_A_BLOCK)
@@ -129,6 +202,13 @@ def _append(tile: Tile, dtype: str, w: AppendWorkload) -> tuple[Callable, tuple,
 def _softmax(tile: Tile, dtype: str, w: SoftmaxWorkload) -> tuple[Callable, tuple, Any]:
     chosen = row_softmax_schedule(tile, w.m, w.n, dtype)
     return row_softmax_kernel, (w.n, w.valid or w.n, dtype, dtype), chosen
+
+
+def _softmax_pieces(
+    builder: Callable, tile: Tile, dtype: str, w: SoftmaxWorkload
+) -> tuple[Callable, tuple, Any]:
+    rows = buckets.ceiling(w.m, row_softmax.GPU_ROWS)
+    return builder, (w.n, w.valid or w.n, dtype, dtype), split_schedule(rows, w.n, dtype)
 
 
 def _layer_norm(tile: Tile, dtype: str, w: LayerNormWorkload) -> tuple[Callable, tuple, Any]:
@@ -151,12 +231,27 @@ KERNELS: dict[str, Kernel] = {
         ("m", "n", "k"),
         partial(_linear, skinny_gemm_kernel, schedule.skinny_schedule),
     ),
+    "swap_gemm": Kernel(_mlp_in(16), ("m", "n", "k"), _swap),
+    "gemv": Kernel(_mlp_in(1), ("n", "k"), _gemv),
     "flash_attention": Kernel(
         workloads.GPT2_ATTENTION[0], ("heads", "head_dim", "causal", "packed"), _attention
     ),
     "decode_attention": Kernel(workloads.GPT2_DECODE[0], ("heads", "head_dim", "packed"), _decode),
+    "decode_attention_split": Kernel(
+        workloads.GPT2_DECODE[0], ("heads", "head_dim", "packed"), _decode_split
+    ),
     "append_kv": Kernel(workloads.GPT2_APPEND[0], ("heads", "head_dim", "packed"), _append),
-    "row_softmax": Kernel(workloads.GPT2_SOFTMAX[0], ("n", "valid"), _softmax),
+    "row_softmax": Kernel(
+        replace(workloads.GPT2_SOFTMAX[0], m=1024), ("m", "n", "valid"), _softmax
+    ),
+    "piece_sums": Kernel(
+        workloads.GPT2_SOFTMAX[0], ("m", "n", "valid"), partial(_softmax_pieces, piece_sums_kernel)
+    ),
+    "piece_values": Kernel(
+        workloads.GPT2_SOFTMAX[0],
+        ("m", "n", "valid"),
+        partial(_softmax_pieces, piece_values_kernel),
+    ),
     "layer_norm": Kernel(workloads.GPT2_LAYER_NORM[0], ("n",), _layer_norm),
 }
 
@@ -186,14 +281,14 @@ def make_case(
 
     Args:
         kernel: one of KERNELS. arch: one of ARCHS.
-        dtype: one of DTYPES; None for bfloat16 where the machine has it, else float32.
+        dtype: one of DTYPES; None for bfloat16 where the machine has it and `ops` gives it to the
+            kernel, else float32.
         shape: "m=64,n=768": sizes other than those of the kernel's workload.
         schedule_fields: "block_m=64": fields other than those that the rules give.
     """
     entry = KERNELS[kernel]
     tile = CPU if arch == "c" else Tile(arch)
-    dtype = dtype or ("bfloat16" if tile.capability >= 80 else "float32")
-    if not tile.is_cuda and dtype != "float32":
+    if not tile.is_cuda and dtype not in (None, "float32"):
         raise UserError(f"--dtype {dtype}: kernels for c are float32; leave it out or pass float32")
     changes = _parse("--shape", shape, entry.sizes)
     if "n" in changes and "valid" in entry.sizes:
@@ -203,6 +298,7 @@ def make_case(
     _check_sizes(kernel, tile, sizes)
     changes |= {name: bool(changes[name]) for name in CHOICES if name in changes}
     workload = replace(entry.workload, **changes)
+    dtype = _checked_dtype(kernel, tile, dtype, workload)
     builder, static, chosen = entry.recipe(tile, dtype, workload)
     names = [field.name for field in fields(chosen)]
     chosen = replace(chosen, **_parse("--diff-schedule", schedule_fields, names))
@@ -226,11 +322,21 @@ def _check_sizes(kernel: str, tile: Tile, sizes: Mapping[str, int]) -> None:
     for name, value in sizes.items():
         most = {"head_dim": MAX_HEAD_DIM, "valid": sizes.get("n"), **dict.fromkeys(CHOICES, 1)}
         least, limit = int(name not in CHOICES), most.get(name)
-        if kernel == "skinny_gemm" and name == "m":
-            limit = MAX_SKINNY_ROWS["cuda" if tile.is_cuda else "cpu"]
         if value < least or (limit is not None and value > limit):
             bounds = f"at least {least}" if limit is None else f"{least} to {limit}"
             raise UserError(f"--shape {name}={value}: {kernel} takes {bounds}")
+
+
+def _checked_dtype(kernel: str, tile: Tile, dtype: str | None, workload: Workload) -> str:
+    """The dtype meant, if `ops` gives the workload to this kernel: what is shown is what runs."""
+    usual = ("bfloat16", "float32") if tile.capability >= 80 else ("float32",)
+    others = {}
+    for choice in usual if dtype is None else (dtype,):
+        others[choice] = kernel_of(tile, choice, workload)
+        if others[choice] == LAST_OF_ITS_OPERATION.get(kernel, kernel):
+            return choice
+    said = ", ".join(f"in {choice} to {other}" for choice, other in others.items())
+    raise UserError(f"{kernel} does not get this shape on {tile.arch or 'c'}: it goes {said}")
 
 
 # Lowering
@@ -270,8 +376,8 @@ INSTRUCTIONS = {
     "TMA stores": r"\btma_store[<(]",
     "ldmatrix": r"\bptx_ldmatrix_",
     "stmatrix": r"\bptx_stmatrix_",
-    "mbarrier waits": r"\bmbarrier\w*\[[^;]*\.wait\(",
-    "mbarrier arrivals": r"\bmbarrier\w*\[[^;]*\.arrive\w*\(",
+    "mbarrier waits": r"\b\w+\[[^;]*\.wait\(",
+    "mbarrier arrivals": r"\b\w+\[[^;]*\.arrive\w*\(",
     "named barriers": r"\b__sync_thread_partial\(|\bbar_sync\b",
     "__syncthreads": r"\b__syncthreads\(",
     "reductions over threads": r"\bAllReduce<",

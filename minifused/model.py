@@ -32,7 +32,7 @@ class Affine(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention of one layer."""
+    """Causal multi-head self-attention of one layer, behind its layer norm."""
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -41,31 +41,37 @@ class Attention(nn.Module):
         self.c_attn = Affine(3 * config.n_embd, config.n_embd)
         self.c_proj = Affine(config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor, residual: Tensor, batch: int, cache: KVCache | None) -> Tensor:
-        """residual (B * T, C) float32 plus the attention of x (B * T, C)."""
-        qkv = ops.linear(x, self.c_attn.weight, self.c_attn.bias)  # (B * T, 3 * C)
-        split = "(b t) (three h d) -> b t three h d"
-        qkv = rearrange(qkv, split, b=batch, three=3, h=self.n_head)
-        y = self.attend(qkv, cache)  # (B, T, H, D)
-        y = rearrange(y, "b t h d -> (b t) (h d)")
-        return ops.linear(y, self.c_proj.weight, self.c_proj.bias, residual=residual)
-
-    def attend(self, qkv: Tensor, cache: KVCache | None) -> Tensor:
-        """Attention of packed qkv (B, T, 3, H, D) to itself and to what is cached before it."""
+    def forward(
+        self, x: Tensor, norm: tuple[Tensor, Tensor, float], cache: KVCache | None
+    ) -> Tensor:
+        """x (B, T, C), float32, plus the attention of its layer norm."""
+        c_attn, c_proj = self.c_attn, self.c_proj
         if cache is None:
-            return ops.attention(qkv, scale=self.scale)
-        keys, values = cache.keys[self.layer], cache.values[self.layer]
-        ops.append_kv(keys, values, qkv, None, cache.lengths)
-        if qkv.shape[1] == 1:
-            return ops.decode_attention(qkv, keys, values, cache.ends, self.scale)
+            qkv = ops.norm_linear(x, *norm, c_attn.weight, c_attn.bias)  # (B, T, 3 * C)
+            qkv = rearrange(qkv, "b t (three h d) -> b t three h d", three=3, h=self.n_head)
+            y = ops.attention(qkv, scale=self.scale)
+        else:
+            kv, start = (cache.keys[self.layer], cache.values[self.layer]), cache.lengths
+            qkv = ops.norm_qkv(x, *norm, c_attn.weight, c_attn.bias, *kv, start)
+            if x.shape[1] == 1:
+                ends, projection = cache.ends, (c_proj.weight, c_proj.bias)
+                return ops.decode_attention_linear(qkv, *kv, ends, self.scale, *projection, x)
+            y = self.attend(qkv, cache)
+        y = rearrange(y, "b t h d -> b t (h d)")
+        return ops.linear(y, c_proj.weight, c_proj.bias, residual=x, constant=True)
+
+    def attend(self, qkv: Tensor, cache: KVCache) -> Tensor:
+        """Attention of packed qkv (B, T, 3, H, D) to itself and to what is cached before it."""
         if cache.longest == 0:
             return ops.attention(qkv, scale=self.scale)
-        q = qkv[:, :, 0]  # (B, T, H, D)
-        return ops.attention(q, keys, values, scale=self.scale, kv_lengths=cache.ends)
+        keys, values = cache.keys[self.layer], cache.values[self.layer]
+        return ops.attention(
+            qkv[:, :, 0], keys, values, scale=self.scale, kv_lengths=cache.ends
+        )  # fmt: skip
 
 
 class MLP(nn.Module):
-    """Two linear layers, the first fused with its activation, the second with the residual."""
+    """Two linear layers behind a layer norm, the first fused with its activation."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -73,10 +79,11 @@ class MLP(nn.Module):
         self.c_fc = Affine(config.inner_dim, config.n_embd)
         self.c_proj = Affine(config.n_embd, config.inner_dim)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual (rows, C) float32 plus the MLP of x (rows, C)."""
-        x = ops.linear(x, self.c_fc.weight, self.c_fc.bias, self.activation)  # (rows, inner_dim)
-        return ops.linear(x, self.c_proj.weight, self.c_proj.bias, residual=residual)
+    def forward(self, x: Tensor, norm: tuple[Tensor, Tensor, float]) -> Tensor:
+        """x (B, T, C), float32, plus the MLP of its layer norm."""
+        c_fc, c_proj = self.c_fc, self.c_proj
+        y = ops.norm_linear(x, *norm, c_fc.weight, c_fc.bias, self.activation)
+        return ops.linear(y, c_proj.weight, c_proj.bias, residual=x, constant=True)
 
 
 class Block(nn.Module):
@@ -92,12 +99,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """The residual stream (B, T, C), float32, after this layer."""
-        batch, length, _ = x.shape
-        x = x.flatten(0, 1)  # (B * T, C): only attention tells the rows of a batch apart
-        y = ops.layer_norm(x, self.ln_1.weight, self.ln_1.bias, self.eps)
-        x = self.attn(y, x, batch, cache)
-        x = self.mlp(ops.layer_norm(x, self.ln_2.weight, self.ln_2.bias, self.eps), x)
-        return x.view(batch, length, -1)
+        x = self.attn(x, (self.ln_1.weight, self.ln_1.bias, self.eps), cache)
+        return self.mlp(x, (self.ln_2.weight, self.ln_2.bias, self.eps))
 
 
 def _last_valid(x: Tensor, lengths: Tensor | None) -> Tensor:
@@ -173,27 +176,37 @@ class GPTModel(nn.Module):
         Raises:
             ValueError: there are more positions than the model or the cache has.
         """
-        self._require_room(tokens.shape[1], cache)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
-        if cache is not None:
-            positions = positions + cache.lengths[:, None]  # (B, T)
-            positions = positions.clamp(max=self.config.n_positions - 1)  # of rows that stand still
-            cache.ends = cache.lengths + tokens.shape[1]
-            if lengths is not None and tokens.shape[1] == 1:
-                cache.ends = cache.ends * lengths  # who stands still attends to nothing
-        wte, wpe = self.wte["weight"], self.wpe["weight"]
-        x = F.embedding(tokens, wte).float() + F.embedding(positions, wpe).float()  # (B, T, C)
+        logits = self.padded_logits(tokens, cache, last_only, lengths)
+        return logits[..., : self.config.vocab_size]
+
+    def padded_logits(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        last_only: bool = False,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """As `forward`, with scores of no token behind those of the vocabulary's."""
+        batch, count = tokens.shape
+        self._require_room(count, cache)
+        if cache is None:
+            starts = torch.zeros(batch, dtype=torch.int32, device=tokens.device)
+        else:
+            starts = cache.lengths
+            if lengths is None or count > 1:
+                cache.ends = starts + count
+            else:  # who stands still attends to nothing
+                cache.ends = torch.addcmul(lengths, starts, lengths)
+        x = ops.embed(tokens, starts, self.wte["weight"], self.wpe["weight"])  # (B, T, C)
         for block in self.h:
             x = block(x, cache)
         if cache is not None:
-            count = tokens.shape[1]
             cache.advance(count if lengths is None else lengths, cache.longest + count)
         if last_only:
             x = _last_valid(x, lengths)
-        x = ops.layer_norm(x, self.ln_f.weight, self.ln_f.bias, self.config.layer_norm_epsilon)
-        head = wte if self.config.tie_word_embeddings else self.lm_head["weight"]
-        logits = ops.linear(x, head, out_dtype=torch.float32)
-        return logits[..., : self.config.vocab_size]
+        head = self.wte if self.config.tie_word_embeddings else self.lm_head
+        norm = self.ln_f.weight, self.ln_f.bias, self.config.layer_norm_epsilon
+        return ops.norm_linear(x, *norm, head["weight"], out_dtype=torch.float32)
 
     def _require_room(self, count: int, cache: KVCache | None) -> None:
         limit, end = self.config.n_positions, count

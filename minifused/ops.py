@@ -17,13 +17,21 @@ import torch
 from torch import Tensor
 
 from minifused.kernels.append_kv import append_kv as append_kv_kernel
+from minifused.kernels.choose_token import choose_token as choose_token_kernel
 from minifused.kernels.decode_attention import decode_attention as decode_attention_kernel
+from minifused.kernels.decode_attention_split import decode_attention_partials
+from minifused.kernels.embed import embed as embed_kernel
 from minifused.kernels.epilogue import ACTIVATIONS
 from minifused.kernels.flash_attention import flash_attention as flash_attention_kernel
 from minifused.kernels.gemm import gemm as gemm_kernel
+from minifused.kernels.gemv import gemv as gemv_kernel
+from minifused.kernels.gemv import takes as gemv_takes
 from minifused.kernels.layer_norm import layer_norm as layer_norm_kernel
 from minifused.kernels.row_softmax import row_softmax as row_softmax_kernel
+from minifused.kernels.schedule import split_schedule
 from minifused.kernels.skinny_gemm import skinny_gemm as skinny_gemm_kernel
+from minifused.kernels.swap_gemm import swap_gemm as swap_gemm_kernel
+from minifused.kernels.swap_gemm import takes as swap_gemm_takes
 from minifused.kernels.vector_add import vector_add as vector_add_kernel
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -134,6 +142,10 @@ def _dense(x: Tensor) -> Tensor:
     return x.clone() if x.is_cuda and x.data_ptr() % ALIGNMENT else x
 
 
+def _are_dense(*tensors: Tensor | None) -> bool:
+    return all(_dense(x) is x for x in tensors if x is not None)
+
+
 def _rows(x: Tensor) -> Tensor:
     """x (..., N) as dense (rows, N)."""
     x = _dense(x)
@@ -144,15 +156,25 @@ def _rows(x: Tensor) -> Tensor:
 
 
 @_float32_on_cpu
-def _launch_linear(x, weight, bias, activation, residual, *, out) -> None:
+def _launch_linear(x, weight, bias, activation, residual, constant, *, out) -> None:
     x, out = _rows(x), _rows(out)
-    bias = bias if bias is None else _dense(bias)
     residual = residual if residual is None else _rows(residual)
-    kernel = skinny_gemm_kernel if x.shape[0] <= MAX_SKINNY_ROWS[x.device.type] else gemm_kernel
-    kernel(x, _dense(weight), bias, activation, residual, out)
+    ahead = constant and _are_dense(weight, bias)  # a copy is written just before
+    weight, bias = _dense(weight), bias if bias is None else _dense(bias)
+    arguments = x, weight, bias, activation, residual, out
+    if gemv_takes(x.shape[0], weight):
+        gemv_kernel(*arguments, ahead=ahead)
+    elif swap_gemm_takes(x):
+        swap_gemm_kernel(*arguments, ahead)
+    elif x.shape[0] <= MAX_SKINNY_ROWS[x.device.type]:
+        skinny_gemm_kernel(*arguments)
+    else:
+        gemm_kernel(*arguments)
 
 
-def _linear_out(x, weight, bias=None, activation=None, residual=None, *, out) -> None:
+def _linear_out(
+    x, weight, bias=None, activation=None, residual=None, constant=False, *, out
+) -> None:
     _require_float("x", x)
     if weight.dim() != 2 or weight.numel() == 0:
         _refuse("weight", weight, "(N, K), neither 0")
@@ -169,21 +191,28 @@ def _linear_out(x, weight, bias=None, activation=None, residual=None, *, out) ->
         _require_like("residual", residual, out.shape, out)
     _require_grid("the number of tiles of 64 rows of weight", -(-n // 64), x)
     if out.numel():
-        _launch_linear(x, weight, bias, activation, residual, out=out)
+        _launch_linear(x, weight, bias, activation, residual, constant, out=out)
 
 
-def _linear_empty(x, weight, bias=None, activation=None, residual=None, out_dtype=None) -> Tensor:
+def _linear_empty(
+    x, weight, bias=None, activation=None, residual=None, constant=False, out_dtype=None
+) -> Tensor:
     dtype = out_dtype or (x if residual is None else residual).dtype
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
 
 
-def _linear(x, weight, bias=None, activation=None, residual=None, out_dtype=None) -> Tensor:
-    out = _linear_empty(x, weight, bias, activation, residual, out_dtype)
-    _linear_out(x, weight, bias, activation, residual, out=out)
+def _linear(
+    x, weight, bias=None, activation=None, residual=None, constant=False, out_dtype=None
+) -> Tensor:
+    out = _linear_empty(x, weight, bias, activation, residual, constant, out_dtype)
+    _linear_out(x, weight, bias, activation, residual, constant, out=out)
     return out
 
 
-_LINEAR = "Tensor x, Tensor weight, Tensor? bias=None, str? activation=None, Tensor? residual=None"
+_LINEAR = (
+    "Tensor x, Tensor weight, Tensor? bias=None, str? activation=None, Tensor? residual=None, "
+    "bool constant=False"
+)
 _linear_op = _define(
     f"linear({_LINEAR}, ScalarType? out_dtype=None) -> Tensor", _linear, _linear_empty
 )
@@ -198,6 +227,7 @@ def linear(
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    constant: bool = False,
 ) -> Tensor:
     """activation(x @ weight^T + bias) + residual in one kernel, summed in float32.
 
@@ -207,14 +237,152 @@ def linear(
         residual: (..., N), in the dtype of the result.
         out_dtype: of the result; the residual's if None, and x's without one. Ignored with out.
         out: contiguous (..., N) to write to.
+        constant: the weight and bias are a model's own, which no kernel still running writes: for a
+            few rows they are read while the kernels before this one end.
 
     Returns:
         (..., N).
     """
     if out is None:
-        return _linear_op(x, weight, bias, activation, residual, out_dtype)
-    _linear_out_op(x, weight, bias, activation, residual, out=out)
+        return _linear_op(x, weight, bias, activation, residual, constant, out_dtype)
+    _linear_out_op(x, weight, bias, activation, residual, constant, out=out)
     return out
+
+
+# Linear of a layer norm, as one kernel where x is one row in 16 bits on a GPU
+
+
+def _is_gemv(x: Tensor, weight: Tensor, *constants: Tensor | None) -> bool:
+    """Whether gemv takes a row of the residual stream, and its constants without copies."""
+    is_row = x.dtype == torch.float32 and x.shape[:-1].numel() == 1
+    return is_row and gemv_takes(1, weight) and _are_dense(weight, *constants)
+
+
+def _norm_linear_empty(
+    x, norm_weight, norm_bias, eps, weight, bias=None, activation=None, out_dtype=None
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or weight.dtype)
+
+
+def _norm_linear(
+    x, norm_weight, norm_bias, eps, weight, bias=None, activation=None, out_dtype=None
+) -> Tensor:
+    if not _is_gemv(x, weight, bias, norm_weight, norm_bias):
+        y = _layer_norm(x, norm_weight, norm_bias, eps)
+        return _linear(y, weight, bias, activation, None, True, out_dtype)
+    out = _norm_linear_empty(x, norm_weight, norm_bias, eps, weight, bias, activation, out_dtype)
+    _check_norm_linear(x, norm_weight, norm_bias, weight, bias, activation)
+    norm = norm_weight, norm_bias, eps
+    gemv_kernel(_rows(x), weight, bias, activation, None, _rows(out), norm, ahead=True)
+    return out
+
+
+def _check_norm_linear(x, norm_weight, norm_bias, weight, bias, activation) -> None:
+    n, k = weight.shape
+    if x.shape[-1] != k:
+        _refuse("x", x, f"(..., {k}), as weight has {k} columns")
+    for name, tensor, size in (("norm_weight", norm_weight, k), ("norm_bias", norm_bias, k)):
+        _require_like(name, tensor, (size,), weight)
+    if bias is not None:
+        _require_like("bias", bias, (n,), weight)
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}: expected None or one of {ACTIVATIONS}")
+
+
+_norm_linear_op = _define(
+    "norm_linear(Tensor x, Tensor norm_weight, Tensor norm_bias, float eps, Tensor weight, "
+    "Tensor? bias=None, str? activation=None, ScalarType? out_dtype=None) -> Tensor",
+    _norm_linear,
+    _norm_linear_empty,
+)
+
+
+def norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """activation(layer_norm(x) @ weight^T + bias): see `layer_norm` and `linear`.
+
+    One kernel for a single float32 row and 16-bit weights on a GPU, otherwise those two.
+
+    Args:
+        x: (..., K), in any dtype. norm_weight, norm_bias: (K,). weight: (N, K). bias: (N,). All
+            but x of one dtype, and constant as in `linear`.
+        out_dtype: of the result; weight's if None.
+
+    Returns:
+        (..., N).
+    """
+    return _norm_linear_op(x, norm_weight, norm_bias, eps, weight, bias, activation, out_dtype)
+
+
+def _norm_qkv_empty(
+    x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, positions
+) -> Tensor:
+    heads, head_dim = k_cache.shape[-2:]
+    return x.new_empty((*x.shape[:2], 3, heads, head_dim), dtype=weight.dtype)
+
+
+def _norm_qkv(x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, positions) -> Tensor:
+    if k_cache.dim() != 4 or x.dim() != 3:
+        _refuse("k_cache", k_cache, "(B, capacity, H, D), and x (B, T, C)")
+    heads, head_dim = k_cache.shape[2:]
+    if weight.shape[0] != 3 * heads * head_dim:
+        _refuse("weight", weight, f"{3 * heads * head_dim} rows, as k_cache has {heads} heads")
+    if not _is_gemv(x, weight, bias, norm_weight, norm_bias):
+        y = _norm_linear(x, norm_weight, norm_bias, eps, weight, bias)
+        qkv = y.view(*x.shape[:2], 3, heads, head_dim)
+        _append_kv(k_cache, v_cache, qkv, None, positions)
+        return qkv
+    qkv = _norm_qkv_empty(x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, positions)
+    _check_norm_linear(x, norm_weight, norm_bias, weight, bias, None)
+    _require_caches(k_cache, v_cache, qkv)
+    _require_lengths("positions", positions, 1, qkv)
+    caches = k_cache, v_cache, positions
+    norm = norm_weight, norm_bias, eps
+    out = qkv.view(1, -1)
+    gemv_kernel(_rows(x), weight, bias, None, None, out, norm, caches=caches, ahead=True)
+    return qkv
+
+
+_norm_qkv_op = _define(
+    "norm_qkv(Tensor x, Tensor norm_weight, Tensor norm_bias, float eps, Tensor weight, "
+    "Tensor? bias, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor positions) -> Tensor",
+    _norm_qkv,
+    _norm_qkv_empty,
+)
+
+
+def norm_qkv(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Query, key and value of layer_norm(x), of which the latter two also go to the caches.
+
+    See `norm_linear` and `append_kv`; one kernel where `norm_linear` is.
+
+    Args:
+        x: (B, T, C). norm_weight, norm_bias: (C,). weight: (3 * H * D, C). bias: (3 * H * D,).
+        k_cache, v_cache: whole contiguous buffers, (B, capacity, H, D).
+        positions: (B,) int32, where the first of the T rows goes.
+
+    Returns:
+        The packed qkv (B, T, 3, H, D).
+    """
+    return _norm_qkv_op(x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, positions)
 
 
 # Attention: q (B, Tq, H, D) against k, v (B, Tk, H, D), or one packed qkv (B, T, 3, H, D)
@@ -391,7 +559,7 @@ def _launch_decode_attention(q, k_cache, v_cache, lengths, scale, *, out) -> Non
     decode_attention_kernel(q, k_cache, v_cache, lengths, scale, out.squeeze(1))
 
 
-def _decode_attention_out(q, k_cache, v_cache, lengths, scale=None, *, out) -> None:
+def _check_decode_attention(q, k_cache, v_cache, lengths) -> None:
     _require_float("q", q)
     packed = q.dim() == 5 and q.shape[2] == 3
     if not (packed or q.dim() == 4) or q.shape[1] != 1:
@@ -399,6 +567,10 @@ def _decode_attention_out(q, k_cache, v_cache, lengths, scale=None, *, out) -> N
     _require_caches(k_cache, v_cache, q)
     _require_lengths("lengths", lengths, q.shape[0], q)
     _require_head_dim(q)
+
+
+def _decode_attention_out(q, k_cache, v_cache, lengths, scale=None, *, out) -> None:
+    _check_decode_attention(q, k_cache, v_cache, lengths)
     _require_out(out, _output_shape(q), q)
     if out.numel():
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -448,6 +620,70 @@ def decode_attention(
         return _decode_attention_op(q, k_cache, v_cache, lengths, scale)
     _decode_attention_out_op(q, k_cache, v_cache, lengths, scale, out=out)
     return out
+
+
+def _decode_attention_linear_empty(
+    q, k_cache, v_cache, lengths, scale, weight, bias, residual
+) -> Tensor:
+    return torch.empty_like(residual)
+
+
+def _decode_attention_linear(q, k_cache, v_cache, lengths, scale, weight, bias, residual) -> Tensor:
+    width = q.shape[-2] * q.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != width:
+        _refuse("weight", weight, f"(N, {width}), as q has heads of {width} columns in all")
+    if not (gemv_takes(q.shape[0], weight) and _are_dense(weight, bias)):
+        y = _decode_attention(q, k_cache, v_cache, lengths, scale).view(*q.shape[:2], width)
+        return _linear(y, weight, bias, None, residual, True)
+    _check_decode_attention(q, k_cache, v_cache, lengths)
+    _require_like("weight", weight, (residual.shape[-1], width), q)
+    _require_like("residual", residual, (1, 1, weight.shape[0]), residual)
+    out = _decode_attention_linear_empty(
+        q, k_cache, v_cache, lengths, scale, weight, bias, residual
+    )
+    heads, head_dim = q.shape[-2:]
+    splits = split_schedule(heads, k_cache.shape[1]).splits
+    o = q.new_empty((1, heads, splits, head_dim), dtype=torch.float32)
+    ml = q.new_empty((1, heads, splits, 2), dtype=torch.float32)
+    q = _dense(q).squeeze(1)
+    decode_attention_partials(q, k_cache, v_cache, lengths.contiguous(), scale, o, ml)
+    residual = _rows(residual)
+    gemv_kernel(None, weight, bias, None, residual, _rows(out), parts=(o, ml), ahead=True)
+    return out
+
+
+_decode_attention_linear_op = _define(
+    "decode_attention_linear(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, "
+    "float scale, Tensor weight, Tensor? bias, Tensor residual) -> Tensor",
+    _decode_attention_linear,
+    _decode_attention_linear_empty,
+)
+
+
+def decode_attention_linear(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    scale: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+) -> Tensor:
+    """residual + decode_attention(q, …) @ weight^T + bias: see `decode_attention` and `linear`.
+
+    For a single row in 16 bits on a GPU the second kernel merges the parts that the keys were split
+    into.
+
+    Args:
+        q, k_cache, v_cache, lengths, scale: as in `decode_attention`.
+        weight: (N, H * D). bias: (N,). Both constant as in `linear`.
+        residual: (B, 1, N), in the dtype of the result.
+
+    Returns:
+        (B, 1, N).
+    """
+    return _decode_attention_linear_op(q, k_cache, v_cache, lengths, scale, weight, bias, residual)
 
 
 # Rows: softmax and layer norm of x (..., N)
@@ -562,6 +798,125 @@ def layer_norm(
         return _layer_norm_op(x, weight, bias, eps)
     _layer_norm_out_op(x, weight, bias, eps, out=out)
     return out
+
+
+# The ends of a step: tokens (B, T) to the residual stream, and scores (B, V) to tokens
+
+
+def _embed_empty(tokens, starts, wte, wpe) -> Tensor:
+    return wte.new_empty((*tokens.shape, wte.shape[1]), dtype=torch.float32)
+
+
+@_float32_on_cpu
+def _launch_embed(wte, wpe, tokens, starts, *, out) -> None:
+    embed_kernel(tokens.contiguous(), starts.contiguous(), _dense(wte), _dense(wpe), out)
+
+
+def _embed(tokens, starts, wte, wpe) -> Tensor:
+    _require_float("wte", wte)
+    if tokens.dim() != 2 or tokens.dtype != torch.int64:
+        _refuse("tokens", tokens, "(B, T), torch.int64")
+    if wte.dim() != 2:
+        _refuse("wte", wte, "(V, C)")
+    _require_like("wpe", wpe, (wpe.shape[0], wte.shape[1]), wte)
+    _require_lengths("starts", starts, tokens.shape[0], tokens)
+    _require_grid("the batch size", tokens.shape[0], wte)
+    out = _embed_empty(tokens, starts, wte, wpe)
+    if out.numel():
+        _launch_embed(wte, wpe, tokens, starts, out=out)
+    return out
+
+
+_embed_op = _define(
+    "embed(Tensor tokens, Tensor starts, Tensor wte, Tensor wpe) -> Tensor", _embed, _embed_empty
+)
+
+
+def embed(tokens: Tensor, starts: Tensor, wte: Tensor, wpe: Tensor) -> Tensor:
+    """The sum of token and position embeddings, where the residual stream begins.
+
+    Args:
+        tokens: (B, T) int64. One that wte does not have gives NaN.
+        starts: (B,) int32, the positions of the rows' first tokens; past wpe's last it is taken.
+        wte: (V, C). wpe: (P, C), of the same dtype.
+
+    Returns:
+        (B, T, C), float32.
+    """
+    return _embed_op(tokens, starts, wte, wpe)
+
+
+def _choose_token(scores, valid, uniforms, eos, steps, chosen, finite, tokens, left, going) -> None:
+    batch, capacity = scores.shape[0], chosen.shape[0]
+    if scores.dim() != 2 or scores.dtype != torch.float32 or not scores.is_cuda:
+        _refuse("scores", scores, "(B, N), torch.float32 on a GPU")
+    if not 0 < valid <= scores.shape[1]:
+        raise ValueError(
+            f"valid is {valid}: expected 1 to {scores.shape[1]}, the columns of scores"
+        )
+    tables = [("chosen", chosen, torch.int64), ("finite", finite, torch.bool)]
+    if uniforms is not None:
+        tables.append(("uniforms", uniforms, torch.float32))
+    for name, table, dtype in tables:
+        _require_state(name, table, (capacity, batch), dtype, scores)
+    for name, row, dtype in (
+        ("steps", steps, torch.int64), ("tokens", tokens, torch.int64),
+        ("left", left, torch.int32), ("going", going, torch.int32),
+    ):  # fmt: skip
+        _require_state(name, row, (batch,), dtype, scores)
+    if batch:
+        choose_token_kernel(
+            _dense(scores), valid, uniforms, eos, steps, chosen, finite, tokens, left, going
+        )
+
+
+def _require_state(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor
+) -> None:
+    ok = tensor.shape == shape and tensor.dtype == dtype and tensor.device == like.device
+    if not ok or not tensor.is_contiguous():
+        _refuse(name, tensor, f"a contiguous {shape}, {dtype} on {like.device}")
+
+
+_choose_token_op = _define(
+    "choose_token(Tensor scores, int valid, Tensor? uniforms, int eos, Tensor(a!) steps, "
+    "Tensor(b!) chosen, Tensor(c!) finite, Tensor(d!) tokens, Tensor(e!) left, Tensor(f!) going) "
+    "-> ()",
+    _choose_token,
+    _writes,
+)
+
+
+def choose_token(
+    scores: Tensor,
+    valid: int,
+    uniforms: Tensor | None,
+    eos: int,
+    steps: Tensor,
+    chosen: Tensor,
+    finite: Tensor,
+    tokens: Tensor,
+    left: Tensor,
+    going: Tensor,
+) -> None:
+    """Choose each row's next token, and note what a step leaves, in one kernel on a GPU.
+
+    The tokens are those of `sampling.draw`, or of argmax without `uniforms`.
+
+    Args:
+        scores: (B, N) float32: probabilities to draw from, or what to take the largest of.
+        valid: how many columns there are to choose from, the first ones.
+        uniforms: (capacity, B) float32 in [0, 1), by step; None: the largest score, and of equal
+            ones the first.
+        eos: the token that ends a row, -1 if none does.
+        steps: (B,) int64, the step of each row; grows by 1.
+        chosen, finite: (capacity, B), int64 and bool: row `steps` gets the token, and whether the
+            scores were finite (a row of probabilities is all NaN if not).
+        tokens: (B,) int64, gets the token.
+        left: (B,) int32, how many tokens a row may still get; one less if it is going.
+        going: (B,) int32, 1 where a row goes on, otherwise 0.
+    """
+    _choose_token_op(scores, valid, uniforms, eos, steps, chosen, finite, tokens, left, going)
 
 
 # Vector addition: x and y of any one shape

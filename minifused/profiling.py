@@ -26,8 +26,14 @@ Arguments = list[Tensor | None]
 def profile(case: Case) -> dict[str, float | None]:
     """Latency, TFLOP/s and GB/s of a case, by both.
 
-    Raises UserError where its architecture is not this machine's, or its schedule cannot run.
+    Raises UserError where its architecture is not this machine's, its schedule cannot run, or it
+    is only a part of its operation.
     """
+    if case.kernel not in ARGUMENTS or getattr(case.schedule, "splits", 1) > 1:
+        raise UserError(
+            f"{case.kernel} is one of several launches of its operation here: benchmark.py kernels "
+            "times them together"
+        )
     device, workload = device_of(case), case.workload
     assert workload is not None  # as make_case gives it
     head_dim = getattr(workload, "head_dim", 0)
@@ -88,6 +94,11 @@ def _linear(i: Inputs) -> Arguments:
     return [x, weight, i["bias"], i["residual"], out]
 
 
+def _gemv(i: Inputs) -> Arguments:
+    x, *others = _linear(i)
+    return [x, *[None] * 4, *others, *[None] * 3]
+
+
 def _attention(i: Inputs) -> Arguments:
     q = i["q"]
     packed = q.dim() == 5
@@ -100,6 +111,12 @@ def _decode(i: Inputs) -> Arguments:
     q = i["q"] if i["q"].dim() == 4 else i["q"].squeeze(1)  # (b, slots, h, d)
     out = q.new_empty(q.shape[0], *q.shape[-2:])
     return [q, i["k_cache"], i["v_cache"], i["lengths"], out]
+
+
+def _decode_split(i: Inputs) -> Arguments:
+    *given, out = _decode(i)
+    assert out is not None
+    return [*given, out.unsqueeze(2), None]
 
 
 def _append(i: Inputs) -> Arguments:
@@ -120,8 +137,11 @@ def _layer_norm(i: Inputs) -> Arguments:
 ARGUMENTS: dict[str, Callable[[Any], Arguments]] = {
     "gemm": _linear,
     "skinny_gemm": _linear,
+    "swap_gemm": _linear,
+    "gemv": _gemv,
     "flash_attention": _attention,
     "decode_attention": _decode,
+    "decode_attention_split": _decode_split,
     "append_kv": _append,
     "row_softmax": _softmax,
     "layer_norm": _layer_norm,

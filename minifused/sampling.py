@@ -103,6 +103,19 @@ class SamplingParams:
                 f"repetition_penalty must be finite and above 0 (1: off), not {penalty}"
             )
 
+    @property
+    def is_greedy(self) -> bool:
+        """The likeliest token is chosen, without a draw."""
+        return self.temperature == 0
+
+    @property
+    def is_plain(self) -> bool:
+        """The model's own logits, or their softmax, are what is chosen by."""
+        if self.repetition_penalty != 1:
+            return False
+        filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self.is_greedy or (self.temperature == 1 and not filtered)
+
 
 def mark_seen(seen: Tensor, tokens: Tensor, lengths: Tensor | None = None) -> None:
     """Set seen[b, t], in place, for each token t of row b: the mask that the penalty reads.
@@ -239,13 +252,24 @@ def sample(
 
     Raises ValueError for a penalty without `seen`.
     """
+    scores = scores_to_draw(logits, params, softmax, seen)
+    if params.is_greedy:
+        return scores.argmax(dim=-1)  # documented to return the first of equal maxima
+    return draw(scores, uniforms)
+
+
+def scores_to_draw(
+    logits: Tensor,
+    params: SamplingParams,
+    softmax: Callable[[Tensor], Tensor],
+    seen: Tensor | None = None,
+) -> Tensor:
+    """What `sample` draws from, or takes the largest of if greedy: float32 (B, V) to (B, V)."""
     if params.repetition_penalty != 1:
         if seen is None:
             raise ValueError("a repetition penalty needs seen, the mask of the tokens so far")
         logits = apply_penalty(logits, seen, params.repetition_penalty)
-    if params.temperature == 0:
-        return logits.argmax(dim=-1)  # documented to return the first of equal maxima
-    return draw(softmax(scale_and_filter(logits, params, softmax)), uniforms)
+    return logits if params.is_greedy else softmax(scale_and_filter(logits, params, softmax))
 
 
 def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ from minifused.tuning import report
 from minifused.tuning.journal import Journal
 from minifused.tuning.search import Options, Result, Searcher, default_jobs
 from minifused.tuning.tables import store
-from minifused.tuning.task import Task, arch_of, candidates
-from minifused.tuning.tunables import TUNABLES, Tunable, is_its_own, named_workloads
+from minifused.tuning.task import Task, arch_of, candidates, named_tasks
+from minifused.tuning.tunables import TUNABLES, Tunable
 from minifused.workloads import Workload
 
 
@@ -97,10 +97,22 @@ def make_tasks(args: Namespace) -> list[Task]:
         device = resolve_device(args.device)
         arch = arch_of(device)
     arch = "" if arch == "c" else arch
-    kind = "cuda" if arch else "cpu"
     dtype = task_dtype(args.dtype, device, arch)
-    shapes = shape(tunable, args.shape, kind) if args.shape else named_workloads(tunable, kind)
-    return [Task(tunable, workload, arch, dtype) for workload in shapes]
+    if args.shape:
+        return [Task(tunable, w, arch, dtype) for w in shape(tunable, args.shape)]
+    return named_tasks(tunable, arch, dtype)
+
+
+def refuse_unused(tasks: Sequence[Task], args: Namespace) -> None:
+    """A table entry that no launcher looks up would only seem to be of use."""
+    for task in tasks:
+        if task.unused:
+            raise UserError(f"--shape {args.shape} is not {args.kernel}'s to tune: {task.unused}")
+    if not tasks:
+        raise UserError(
+            f"{args.kernel} gets none of the benchmark's shapes in this dtype on this device: "
+            "give one of its own with --shape, or another --dtype"
+        )
 
 
 def task_dtype(name: str, device: torch.device | None, arch: str) -> torch.dtype:
@@ -112,17 +124,13 @@ def task_dtype(name: str, device: torch.device | None, arch: str) -> torch.dtype
     return DTYPES[auto if name == "auto" else name]
 
 
-def shape(tunable: Tunable, text: str, kind: str) -> Sequence[Workload]:
+def shape(tunable: Tunable, text: str) -> Sequence[Workload]:
     """The workloads of --shape."""
     parts = [part.strip() for part in text.split(",")]
     wanted = ",".join(tunable.sizes)
     if len(parts) != len(tunable.sizes) or not all(p.isdecimal() and int(p) for p in parts):
         raise UserError(f"--shape {text}: expected {wanted} for {tunable.name}, all from 1 on")
-    made = tunable.workloads(*map(int, parts))
-    if not all(is_its_own(tunable.name, workload, kind) for workload in made):
-        other = "gemm" if tunable.name == "skinny_gemm" else "skinny_gemm"
-        raise UserError(f"--shape {text}: on this device that many rows are {other}'s; tune that")
-    return made
+    return tunable.workloads(*map(int, parts))
 
 
 def search(args: Namespace, tasks: Sequence[Task]) -> list[Result]:
@@ -183,6 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     """Do what the flags say; returns 1 if the rules' own schedule failed, otherwise 0."""
     args = parse_args(argv)
     tasks = make_tasks(args)
+    refuse_unused(tasks, args)
     if args.list:
         print("\n\n".join(report.listing(task, args.max) for task in tasks))
         return 0

@@ -95,8 +95,9 @@ def test_rows_without_a_prompt_change_nothing(device):
     assert is_varied(step.tokens[0] for step in exact)
 
 
-def test_steps_that_are_not_finite_are_marked_by_row():
-    gpt = demo("cpu")
+@on_each_device
+def test_steps_that_are_not_finite_are_marked_by_row(device):
+    gpt = demo(device)
     gpt.model.wpe["weight"][20] = float("nan")
     steps = take(new_batch(gpt, 2, 64, Choice(GREEDY)), [PROMPTS[0], PROMPTS[2]], 6)
     assert [step.finite for step in steps] == [[True, n < 4] for n in range(6)]
@@ -106,6 +107,20 @@ def test_a_copy_with_another_model_has_batches_of_its_own():
     gpt = demo("cpu")
     other = dataclasses.replace(gpt, model=demo("cpu").model)
     assert other._idle is not gpt._idle
+
+
+@needs_cuda
+@pytest.mark.parametrize("eos", [None, ord("e")])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(), EVERY_OPTION])
+def test_one_kernel_chooses_as_operators_of_pytorch_do(params, eos):
+    gpt = demo("cuda")
+    fused, unfused = (new_batch(gpt, 4, 256, Choice(params, eos, True)) for _ in range(2))
+    unfused._choose = unfused._choose_unfused
+    for seed in range(3):
+        steps = take(fused, PROMPTS, 200, seed)
+        assert steps == take(unfused, PROMPTS, 200, seed)
+        assert all(torch.equal(a, b) for a, b in zip(state(fused), state(unfused), strict=True))
+        assert eos is not None or is_varied(step.tokens[0] for step in steps)
 
 
 # CUDA graphs

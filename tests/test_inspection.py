@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import runpy
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from minifused import assembly, inspection, ops, profiling
 from minifused.errors import UserError, run_cli
 from minifused.inspection import KERNELS, make_case
 from minifused.kernels import build
+from minifused.kernels.tile import Tile
 from minifused.layout_plot import layouts
+from minifused.workloads import DecodeWorkload, LinearWorkload, SoftmaxWorkload
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "inspect_kernel.py"))
 needs_nvcc = pytest.mark.skipif(assembly.find_tool("nvcc") is None, reason="no nvcc")
@@ -48,13 +51,21 @@ TENSOR_KINDS = {
     "sm_100a": {"mma.sync", "ldmatrix", "named barriers", "__syncthreads", *BULK},
     "c": set(),
 }
+REDUCING = {"reductions over threads", "__syncthreads"}
 ROWS = {
     "skinny_gemm": {"reductions over threads"},
-    "decode_attention": {"reductions over threads", "__syncthreads"},
+    "decode_attention": REDUCING,
     "append_kv": set(),
-    "row_softmax": {"reductions over threads", "__syncthreads"},
-    "layer_norm": {"reductions over threads", "__syncthreads"},
+    "row_softmax": REDUCING,
+    "layer_norm": REDUCING,
 }
+OF_A_GPU = {  # which shuffle by themselves
+    "gemv": {"__syncthreads"},
+    "decode_attention_split": {"__syncthreads"},
+    "piece_sums": REDUCING,
+    "piece_values": REDUCING,
+}
+RING = {"mma.sync", "ldmatrix", "TMA loads", "mbarrier waits", "mbarrier arrivals", "__syncthreads"}
 
 
 @pytest.mark.parametrize("arch", TENSOR_KINDS)
@@ -78,8 +89,131 @@ def test_instructions_of_decode_attention():
     assert kinds("decode_attention", "sm_90a") == ROWS["decode_attention"]
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+@pytest.mark.parametrize("kernel", OF_A_GPU)
+def test_instructions_of_kernels_that_a_cpu_has_not(kernel, arch):
+    assert kinds(kernel, arch) == OF_A_GPU[kernel]
+    with pytest.raises(UserError, match=f"{kernel} does not get this shape on c: it goes in float"):
+        make_case(kernel, "c")
+
+
+@pytest.mark.parametrize(("arch", "wanted"), [("sm_80", SM80), ("sm_90a", RING), ("sm_100a", RING)])
+def test_instructions_of_swap_gemm(arch, wanted):
+    assert kinds("swap_gemm", arch) == wanted
+
+
 def test_every_kernel_is_covered():
-    assert set(KERNELS) == {"gemm", "flash_attention", *ROWS}
+    assert set(KERNELS) == {"gemm", "flash_attention", "swap_gemm", *ROWS, *OF_A_GPU}
+
+
+# Which kernel runs
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [(k, "float32") for k in ("skinny_gemm", "decode_attention")]
+    + [(k, "bfloat16") for k in KERNELS if k not in ("skinny_gemm", "decode_attention")],
+)  # fmt: skip
+def test_the_default_on_a_gpu_is_what_runs(kernel, dtype):
+    case = make_case(kernel, "sm_90a")
+    runs = inspection.kernel_of(case.tile, case.dtype, case.workload)
+    assert (runs, case.dtype) == ("piece_values" if kernel == "piece_sums" else kernel, dtype)
+
+
+ROUTES = [  # m, k, dtype, kernel on sm_90a
+    (1, 768, "bfloat16", "gemv"),
+    (1, 16384, "float16", "gemv"),
+    (1, 16392, "float16", "skinny_gemm"),
+    (1, 769, "bfloat16", "skinny_gemm"),
+    (1, 768, "float32", "skinny_gemm"),
+    (2, 768, "bfloat16", "swap_gemm"),
+    (64, 768, "float16", "swap_gemm"),
+    (65, 768, "bfloat16", "gemm"),
+    (16, 301, "bfloat16", "skinny_gemm"),
+    (17, 301, "bfloat16", "gemm"),
+    (16, 768, "float32", "skinny_gemm"),
+    (17, 768, "float32", "gemm"),
+]
+
+
+class Launched(Exception):
+    """Names the kernel that was to run."""
+
+
+@pytest.fixture
+def gpu_without_one(monkeypatch):
+    """Tensors of a GPU that have no data; a launch raises Launched."""
+    fakes = pytest.importorskip("torch._subclasses.fake_tensor")
+    for module in [ops, *(m for name, m in sys.modules.items() if "minifused.kernels." in name)]:
+        if hasattr(module, "tile_for"):
+            monkeypatch.setattr(module, "tile_for", lambda device: Tile("sm_90a"))
+        if hasattr(module, "compile_kernel"):
+            monkeypatch.setattr(module, "compile_kernel", refuse_to_compile)
+    for name in ("_dense", "_rows"):
+        monkeypatch.setattr(ops, name, lambda x: x)
+    with fakes.FakeTensorMode():
+        yield
+    inspection.swap_gemm._splits.cache_clear()
+
+
+def refuse_to_compile(builder, *static):
+    raise Launched(builder.__name__.removesuffix("_kernel"))
+
+
+def launched(launch, *arguments, **named):
+    with pytest.raises(Launched) as caught:
+        launch(*arguments, **named)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("m", "k", "dtype", "kernel"), ROUTES)
+def test_a_linear_layer_goes_where_ops_sends_it(m, k, dtype, kernel, gpu_without_one):
+    workload = LinearWorkload("", m, 64, k, bias=False)
+    assert inspection.kernel_of(Tile("sm_90a"), dtype, workload) == kernel
+    x, weight, out = (
+        torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
+        for shape in ((m, k), (64, k), (m, 64))
+    )
+    assert launched(ops._launch_linear, x, weight, None, None, None, False, out=out) == kernel
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "kernel"),
+    [
+        (1, 8192, "row_softmax"),
+        (1, 8193, "piece_values"),
+        (264, 50257, "piece_values"),
+        (265, 50257, "row_softmax"),
+        (1, 1 << 20, "piece_values"),
+        (1, (1 << 20) + 1, "row_softmax"),
+    ],
+)
+def test_a_softmax_goes_where_ops_sends_it(m, n, kernel, gpu_without_one):
+    for dtype in (torch.bfloat16, torch.float32):
+        name = build.dtype_name(dtype)
+        assert inspection.kernel_of(Tile("sm_90a"), name, SoftmaxWorkload("", m, n)) == kernel
+        x = torch.empty(m, n, dtype=dtype, device="cuda")
+        first = "piece_sums" if kernel == "piece_values" else kernel
+        assert launched(ops._launch_softmax, x, n, out=torch.empty_like(x)) == first
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_decoding_goes_where_ops_sends_it(dtype, gpu_without_one):
+    workload = DecodeWorkload("", (5, 9), 512, 12, 64)
+    q, cache = (torch.empty(2, t, 12, 64, dtype=dtype, device="cuda") for t in (1, 512))
+    lengths = torch.empty(2, dtype=torch.int32, device="cuda")
+    found = launched(
+        ops._launch_decode_attention, q, cache, cache, lengths, 1.0, out=torch.empty_like(q)
+    )
+    assert found == inspection.kernel_of(Tile("sm_90a"), build.dtype_name(dtype), workload)
+    assert found == ("decode_attention_split" if dtype.itemsize == 2 else "decode_attention")
+
+
+def test_the_parts_of_a_deep_product_have_no_epilogue():
+    case = make_case("swap_gemm", "sm_90a", shape="n=768,k=3072")
+    assert case.schedule.splits > 1
+    assert case.static == (768, 3072, "bfloat16", "float32", None, False, False, True)
+    with pytest.raises(UserError, match="one of several launches"):
+        profiling.profile(case)
 
 
 # Resources
@@ -122,9 +256,9 @@ def test_a_single_element_is_the_widest_access_where_there_is_no_other():
 
 
 def test_sizes_and_schedule_can_be_others():
-    case = make_case("gemm", "sm_90a", "float16", "m=64,n=128", "num_stages=2")
-    assert case.sizes == {"m": 64, "n": 128, "k": 768}
-    assert (case.schedule.block_m, case.schedule.num_stages) == (64, 2)
+    case = make_case("gemm", "sm_90a", "float16", "m=96,n=128", "num_stages=2")
+    assert case.sizes == {"m": 96, "n": 128, "k": 768}
+    assert (case.schedule.block_m, case.schedule.num_stages) == (128, 2)
     assert case.static[:3] == (128, 768, "float16")
 
 
@@ -254,7 +388,8 @@ def test_cuobjdump_gives_machine_code():
 
 @pytest.fixture(scope="module")
 def tiles():
-    return {tile.name: tile for tile in layouts(make_case("gemm", "sm_80", shape="m=64"))}
+    case = make_case("gemm", "sm_80", shape="m=128", schedule_fields="block_m=64,block_n=64")
+    return {tile.name: tile for tile in layouts(case)}
 
 
 def test_an_accumulator_lies_as_mma_sync_has_it(tiles):
@@ -297,7 +432,7 @@ OPS = {"gemm": "linear", "skinny_gemm": "linear", "row_softmax": "softmax"}
 OPS |= {"flash_attention": "attention"}
 
 
-SHAPES = [(kernel, "") for kernel in KERNELS]
+SHAPES = [(kernel, "") for kernel in SMALL]
 SHAPES += [(k, "packed=0") for k in ("flash_attention", "decode_attention", "append_kv")]
 
 
@@ -348,9 +483,10 @@ def test_profile_takes_this_machine_by_itself_and_compares_schedules(monkeypatch
 
 @pytest.mark.cuda
 @needs_cuda
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", profiling.ARGUMENTS)
 def test_profile_on_a_gpu(kernel, capsys):
-    SCRIPT["main"]([kernel, "--profile", "--json"])
+    whole = ["--shape=heads=100"] if kernel == "decode_attention_split" else []  # fills a GPU
+    SCRIPT["main"]([kernel, "--profile", "--json", *whole])
     (document,) = json.loads(capsys.readouterr().out)
     times = [document["facts"][name] for name in ("TileLang's profiler, us", "our clock, us")]
     assert min(times) > 0 and max(times) < 1e5
@@ -365,7 +501,13 @@ def test_profile_on_a_gpu(kernel, capsys):
         (["gemm", "--arch=sm_90a", "--shape=m=0"], "m=0: gemm takes at least 1"),
         (["gemm", "--arch=sm_90a", "--shape=q=3"], "a name of m, n, k"),
         (["gemm", "--arch=sm_90a", "--shape=m=two"], "NAME=NUMBER"),
-        (["skinny_gemm", "--arch=sm_90a", "--shape=m=17"], "takes 1 to 16"),
+        (
+            ["skinny_gemm", "--arch=sm_90a", "--shape=m=17"],
+            "in bfloat16 to swap_gemm, in float32 to gemm",
+        ),
+        (["gemm", "--arch=sm_90a", "--dtype=float16", "--shape=m=64"], "float16 to swap_gemm"),
+        (["decode_attention", "--arch=sm_90a", "--dtype=bfloat16"], "to decode_attention_split"),
+        (["gemv", "--arch=sm_90a", "--shape=m=2"], "a name of n, k"),
         (["flash_attention", "--arch=sm_90a", "--shape=head_dim=257"], "takes 1 to 256"),
         (["row_softmax", "--arch=sm_90a", "--shape=n=9,valid=10"], "takes 1 to 9"),
         (["gemm", "--arch=c", "--dtype=bfloat16"], "kernels for c are float32"),

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,16 @@ from minifused.benchmark import checks, clock, kernel_suite, records, rivals
 from minifused.benchmark.kernel_suite import OPS, KernelCase, kernel_cases
 from minifused.benchmark.records import OURS, Journal, Record
 from minifused.benchmark.suite import Setting, Unavailable, WrongResultError, run_cases
+from minifused.kernels.row_softmax_split import split_schedule
+from minifused.kernels.row_softmax_wide import wide_schedule
+from minifused.kernels.schedule import (
+    GemmSchedule,
+    GemvSchedule,
+    RowSchedule,
+    SkinnySchedule,
+    SplitSchedule,
+    SwapSchedule,
+)
 from minifused.kernels.tile import Tile
 from minifused.workloads import (
     AttentionWorkload,
@@ -279,12 +289,43 @@ def test_what_cannot_be_captured_is_timed_as_it_is(captured, monkeypatch):
 
 def test_each_workload_has_a_schedule(monkeypatch):
     monkeypatch.setattr(kernel_suite, "tile_for", lambda device: Tile("sm_90a"))
-    pairs = ((op, workload) for op, listed in workloads.BENCHMARK.items() for workload in listed)
-    for op, workload in pairs:
-        chosen = kernel_suite.schedule_of(op, workload, CUDA, torch.bfloat16)
-        assert chosen["num_threads"] >= 32
-        if isinstance(workload, LinearWorkload):
-            assert ("num_stages" in chosen) == (workload.m > 16)
+    kinds = set()
+    for workload in itertools.chain.from_iterable(workloads.BENCHMARK.values()):
+        chosen = kernel_suite.schedule_of(workload, CUDA, torch.bfloat16)
+        assert chosen.get("num_threads", 32) >= 32
+        kinds.add(tuple(chosen))
+    assert len(kinds) == 6  # of products three, of attention two, and of rows
+
+
+KERNELS_SCHEDULES = [  # workload, fields on sm_90a in bfloat16, in float32, on a CPU
+    (LinearWorkload("", 1, 768, 768), GemvSchedule, SkinnySchedule, SkinnySchedule),
+    (LinearWorkload("", 8, 768, 768), SwapSchedule, SkinnySchedule, GemmSchedule),
+    (LinearWorkload("", 8, 768, 3072), SwapSchedule, SkinnySchedule, GemmSchedule),
+    (LinearWorkload("", 1, 768, 301), SkinnySchedule, SkinnySchedule, SkinnySchedule),
+    (LinearWorkload("", 1024, 768, 768), GemmSchedule, GemmSchedule, GemmSchedule),
+    (DecodeWorkload("", (9,), 1024, 12, 64), SplitSchedule, RowSchedule, RowSchedule),
+]
+
+
+@pytest.mark.parametrize(("workload", "half", "full", "cpu"), KERNELS_SCHEDULES)
+def test_a_record_has_the_schedule_of_the_kernel_that_ran(workload, half, full, cpu, monkeypatch):
+    def fields(device, dtype):
+        return list(kernel_suite.schedule_of(workload, device, dtype))
+
+    assert fields(CPU, torch.bfloat16) == list(cpu.__dataclass_fields__)
+    monkeypatch.setattr(kernel_suite, "tile_for", lambda device: Tile("sm_90a"))
+    assert fields(CUDA, torch.bfloat16) == list(half.__dataclass_fields__)
+    assert fields(CUDA, torch.float32) == list(full.__dataclass_fields__)
+
+
+def test_a_record_of_a_softmax_has_the_columns_of_its_form(monkeypatch):
+    monkeypatch.setattr(kernel_suite, "tile_for", lambda device: Tile("sm_90a"))
+    wide, split = (
+        kernel_suite.schedule_of(SoftmaxWorkload("", m, 50257), CUDA, torch.bfloat16)
+        for m in (4096, 1)
+    )
+    assert wide == asdict(wide_schedule("bfloat16"))
+    assert split == asdict(split_schedule(1, 50257, "bfloat16")) != wide
 
 
 def test_backends_of_16_bits_are_not_tried_in_float32():

@@ -8,13 +8,25 @@ import tilelang
 
 from minifused.kernels import build, schedule
 from minifused.kernels.append_kv import append_kv_kernel
+from minifused.kernels.choose_token import choose_token_kernel
 from minifused.kernels.decode_attention import decode_attention_kernel
+from minifused.kernels.decode_attention_combine import decode_attention_combine_kernel
+from minifused.kernels.decode_attention_split import decode_attention_split_kernel
+from minifused.kernels.embed import embed_kernel
 from minifused.kernels.flash_attention import flash_attention_kernel
 from minifused.kernels.gemm import gemm_kernel
+from minifused.kernels.gemv import gemv_kernel
 from minifused.kernels.layer_norm import MAX_COLUMNS_IN_REGISTERS, layer_norm_kernel
 from minifused.kernels.limits import shared_memory_limit
-from minifused.kernels.row_softmax import row_softmax_kernel
+from minifused.kernels.row_softmax import row_softmax_kernel, row_softmax_schedule
+from minifused.kernels.row_softmax_split import (
+    piece_sums_kernel,
+    piece_values_kernel,
+    split_schedule,
+)
 from minifused.kernels.skinny_gemm import skinny_gemm_kernel
+from minifused.kernels.split_sum import split_sum_kernel
+from minifused.kernels.swap_gemm import swap_gemm_kernel
 from minifused.kernels.tile import CPU, Tile
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
@@ -57,6 +69,101 @@ def softmax(tile, dtype, n=768):
 def layer_norm(tile, dtype, n=768):
     chosen = schedule.row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
     return layer_norm_kernel, tile, n, 1e-5, F32, dtype, chosen
+
+
+# Kernels that only a GPU is given, but for embed.
+
+
+def swap(tile, dtype, m=8, n=2304, k=768):
+    chosen = schedule.swap_schedule(tile, m, n, k, dtype)
+    epilogue = ("gelu_tanh", True, True) if chosen.splits == 1 else (None, False, False)
+    return swap_gemm_kernel, tile, n, k, dtype, F32, *epilogue, True, chosen
+
+
+def deep_swap(tile, dtype):
+    return swap(tile, dtype, n=768, k=3072)
+
+
+def split_sum(tile, dtype):
+    chosen = schedule.split_sum_schedule(tile)
+    return split_sum_kernel, tile, 768, 11, dtype, F32, None, True, True, chosen
+
+
+def gemv(tile, dtype, n=768, k=768):
+    chosen = schedule.gemv_schedule(tile, n, k, dtype, False)
+    return gemv_kernel, tile, n, k, dtype, F32, None, True, True, None, None, False, True, chosen
+
+
+def normed_gemv(tile, dtype, n=2304, k=768):
+    chosen = schedule.gemv_schedule(tile, n, k, dtype, True)
+    return gemv_kernel, tile, n, k, dtype, dtype, None, True, False, 1e-5, None, True, True, chosen
+
+
+def merged_gemv(tile, dtype, n=768, k=768):
+    chosen = schedule.gemv_schedule(tile, n, k, dtype, False)
+    return (gemv_kernel, tile, n, k, dtype, F32, None, True, True, None, (8, 64), False, True,
+            chosen)  # fmt: skip
+
+
+def decode_split(tile, dtype, blocks=12):
+    chosen = schedule.split_schedule(blocks, 1024)
+    static = 12, 64, True, 0.125, dtype, chosen.splits > 1
+    return decode_attention_split_kernel, tile, *static, chosen
+
+
+def decode_whole(tile, dtype):
+    return decode_split(tile, dtype, blocks=1000)
+
+
+def combine(tile, dtype):
+    return decode_attention_combine_kernel, tile, 12, 64, 8, dtype
+
+
+def wide_softmax(tile, dtype, n=50257):
+    return row_softmax_kernel, tile, n, n, dtype, F32, row_softmax_schedule(tile, 4096, n, dtype)
+
+
+def piece_sums(tile, dtype, n=50257):
+    return piece_sums_kernel, tile, n, n, dtype, F32, split_schedule(8, n, dtype)
+
+
+def piece_values(tile, dtype, n=50257):
+    return piece_values_kernel, tile, n, n, dtype, F32, split_schedule(8, n, dtype)
+
+
+def drawn(tile, dtype, greedy=False):
+    return choose_token_kernel, tile, 50304, 50257, greedy, -1
+
+
+def greedy(tile, dtype):
+    return drawn(tile, dtype, greedy=True)
+
+
+def embed(tile, dtype):
+    return embed_kernel, tile, 768, dtype, schedule.row_schedule(tile, 768, 1024)
+
+
+# What each may read before the kernels launched earlier have ended: what they do not write.
+OF_A_STEP = {
+    swap: {"W"},
+    deep_swap: {"W"},
+    split_sum: set(),
+    gemv: {"W", "bias"},
+    normed_gemv: {"W", "bias", "gain", "shift"},
+    merged_gemv: {"W", "bias"},
+    decode_split: set(),
+    decode_whole: set(),
+    combine: set(),
+    wide_softmax: set(),
+    piece_sums: set(),
+    piece_values: {"X"},  # piece_sums starts it only when X is whole
+    drawn: set(),
+    greedy: set(),
+    embed: set(),
+    append: set(),
+    layer_norm: set(),
+    softmax: set(),
+}
 
 
 @functools.cache
@@ -140,12 +247,15 @@ def test_attention_uses_tensor_cores_and_bulk_copies(dtype, head_dim, arch):
         (skinny, "sm_90a", {}),
         (decode, "sm_90a", {}),
         (softmax, "sm_90a", {}),
+        (wide_softmax, "sm_90a", {}),
+        (embed, "sm_90a", {}),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )
 def test_float32_is_never_tf32(make, arch, sizes):
     source, _ = lowered(make, arch, F32, **sizes)
-    assert not re.search(r"mma|tf32|tfloat32|__nv_bfloat|half_t", source, re.IGNORECASE)
+    words = r"mma_|wgmma|::mma|tf32|tfloat32|__nv_bfloat|half_t"  # not the mma of "programmatic"
+    assert not re.search(words, source, re.IGNORECASE)
 
 
 LOADS = {skinny: ("A", "W"), softmax: ("X",), layer_norm: ("X",), append: ("K", "V")}
@@ -258,6 +368,37 @@ def test_no_barrier_in_attention_splits_a_group_of_threads(dtype, head_dim, arch
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_no_barrier_splits_a_group_of_threads(make, dtype):
     assert split_barriers(lowered(make, "sm_90a", dtype)[0]) == []
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("make", OF_A_STEP, ids=lambda m: m.__name__)
+def test_kernels_of_a_step_lower_for_each_machine(make, arch):
+    source, shared = lowered(make, arch, BF16)
+    assert_shared_memory_fits(arch, shared)
+    assert split_barriers(source) == []
+    assert "atomic" not in source.lower()
+    if arch == "sm_80":
+        assert "Programmatic" not in source and "GridDependency" not in source
+        return
+    assert source.count("cudaTriggerProgrammaticLaunchCompletion()") == 1
+    before, after = source.split("cudaGridDependencySynchronize()")
+    read = {name for name in tensors(source) if is_used(name, body_of(before))}
+    assert read == OF_A_STEP[make]
+    assert any(is_used(name, after) for name in tensors(source))
+
+
+def tensors(source):
+    """The arguments of a kernel that lie in global memory, copied by TMA or not."""
+    signature = source[: source.index("{")]
+    return re.findall(r"(?:\*\s*(?:__restrict__\s+)?|CUtensorMap )(\w+?)(?:_desc)?[,)]", signature)
+
+
+def body_of(source):
+    return "\n".join(line for line in source.splitlines()[1:] if "prefetch_tma" not in line)
+
+
+def is_used(name, text):
+    return re.search(rf"\b{name}(?:\[| \+ |\)|_desc\b)", text) is not None
 
 
 # Shared memory

@@ -15,7 +15,14 @@ from minifused.inspection import make_case
 from minifused.kernels import buckets, limits, schedule, schedule_table, table_file
 from minifused.kernels.layer_norm import layer_norm_schedule
 from minifused.kernels.row_softmax import row_softmax_schedule
-from minifused.kernels.schedule import AttentionSchedule, GemmSchedule, RowSchedule, SkinnySchedule
+from minifused.kernels.schedule import (
+    AttentionSchedule,
+    GemmSchedule,
+    GemvSchedule,
+    RowSchedule,
+    SkinnySchedule,
+    SwapSchedule,
+)
 from minifused.kernels.tile import CPU, Tile
 from minifused.kernels.vector_add import vector_add_schedule
 
@@ -122,6 +129,23 @@ CHOOSERS = [
 ]  # fmt: skip
 
 
+CHOOSERS_OF_A_GPU = [
+    (lambda: schedule.swap_schedule(H200, 9, 768, 768, BF16), "swap_gemm", "m<=16,n=768,k=768",
+     SwapSchedule(16, 64, 64, 4, 128, 2, 1)),
+    (lambda: schedule.gemv_schedule(H200, 768, 768, BF16, False), "gemv", "n=768,k=768",
+     GemvSchedule(8, 1, 1, 1)),
+    (lambda: schedule.gemv_schedule(H200, 768, 768, BF16, True), "gemv", "n=768,k=768,whole rows",
+     GemvSchedule(8, 1, 1, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("choose, kernel, bucket, chosen", CHOOSERS_OF_A_GPU)
+def test_each_kernel_of_a_gpu_does_too(choose, kernel, bucket, chosen):
+    assert choose() != chosen
+    put_packages(chosen, H200, kernel=kernel, bucket=bucket, dtype=BF16)
+    assert choose() == chosen
+
+
 @pytest.mark.parametrize("choose, kernel, bucket, chosen", CHOOSERS, ids=[c[1] for c in CHOOSERS])
 def test_each_kernel_looks_its_schedule_up(choose, kernel, bucket, chosen):
     assert choose() != chosen
@@ -130,7 +154,7 @@ def test_each_kernel_looks_its_schedule_up(choose, kernel, bucket, chosen):
 
 
 def test_what_inspection_shows_is_what_the_table_says():
-    put_users(RowSchedule(512, 1), kernel="row_softmax", bucket=buckets.row(64, 50304))
+    put_users(RowSchedule(512, 1), kernel="row_softmax", bucket=buckets.row(1024, 50304))
     assert make_case("row_softmax", "c").schedule == RowSchedule(512, 1)
 
 
@@ -149,6 +173,8 @@ def test_buckets_have_names():
     assert buckets.gemm(8192, 3, 4) == "m<=8192,n=3,k=4"
     assert buckets.gemm(8193, 3, 4) == "m>8192,n=3,k=4"
     assert buckets.skinny_gemm(3, 3, 4) == "m<=4,n=3,k=4"
+    assert buckets.swap_gemm(17, 3, 4) == "m<=32,n=3,k=4"
+    assert buckets.gemv(3, 4, False) == "n=3,k=4" != buckets.gemv(3, 4, True)
     assert buckets.flash_attention(64, True, 1024) == "head_dim=64,causal,keys<=1024"
     assert buckets.decode_attention(64, 12) == "head_dim=64,blocks<=16"
     assert buckets.row(128, 5) == "rows<=128,n=5" != buckets.row(129, 5)

@@ -36,9 +36,16 @@ from minifused.tuning.outcome import (
 )
 from minifused.tuning.search import Options, Result, Searcher
 from minifused.tuning.tables import store
-from minifused.tuning.task import Task, arch_of, candidates, key_of, occupancy
-from minifused.tuning.tunables import TUNABLES, named_workloads
-from minifused.workloads import AttentionWorkload, LinearWorkload, SoftmaxWorkload
+from minifused.tuning.task import Task, arch_of, candidates, key_of, named_tasks, occupancy
+from minifused.tuning.tunables import TUNABLES
+from minifused.workloads import (
+    AttentionWorkload,
+    DecodeWorkload,
+    LayerNormWorkload,
+    LinearWorkload,
+    SoftmaxWorkload,
+    VectorAddWorkload,
+)
 
 pytestmark = pytest.mark.usefixtures("no_tables")
 
@@ -207,31 +214,64 @@ def gpu_task(name, workload, arch="sm_90a", dtype=torch.bfloat16):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", TUNABLES)
 def test_every_space_begins_with_the_rules_and_has_others_that_fit(name, arch):
-    for workload in named_workloads(TUNABLES[name], "cuda"):
-        for dtype in (torch.bfloat16, torch.float32):
-            task = gpu_task(name, workload, arch, dtype)
-            space = candidates(task)
-            assert space[0].schedule == task.recipe()[2] and not space[0].refused
-            usable = [c for c in space if not c.refused]
-            assert 2 <= len(usable) <= 150 and len({c.key for c in space}) == len(space)
-            most = limits.shared_memory_limit(Tile(arch))
-            assert all(task.shared_memory(c.schedule) <= most for c in usable)
+    for task in tasks_of(name, arch, torch.bfloat16) + tasks_of(name, arch, torch.float32):
+        space = candidates(task)
+        assert space[0].schedule == task.recipe()[2] and not space[0].refused
+        usable = [c for c in space if not c.refused]
+        assert 2 <= len(usable) <= 150 and len({c.key for c in space}) == len(space)
+        most = limits.shared_memory_limit(Tile(arch))
+        assert all(task.shared_memory(c.schedule) <= most for c in usable)
 
 
 @pytest.mark.parametrize("name", TUNABLES)
 def test_every_space_of_a_cpu_has_some_that_fit(name):
-    for workload in named_workloads(TUNABLES[name], "cpu"):
-        usable = [c for c in candidates(cpu_task(TUNABLES[name], workload)) if not c.refused]
+    for task in tasks_of(name, "", torch.float32):
+        usable = [c for c in candidates(task) if not c.refused]
         assert 2 <= len(usable) <= 40
 
 
-def test_every_bucket_of_the_benchmark_is_tuned_once():
-    for name, tunable in TUNABLES.items():
-        for device in ("cpu", "cuda"):
-            shapes = named_workloads(tunable, device)
-            assert shapes and len({tunable.bucket(w) for w in shapes}) == len(shapes), name
-    causal = {w.causal for w in named_workloads(TUNABLES["flash_attention"], "cuda")}
+ONLY_16_BITS, ONLY_FLOAT32 = {"gemv", "swap_gemm"}, {"skinny_gemm", "decode_attention"}
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "none"),
+    [
+        ("", torch.float32, ONLY_16_BITS),
+        ("sm_90a", torch.float32, ONLY_16_BITS),
+        ("sm_90a", torch.bfloat16, ONLY_FLOAT32),
+    ],
+)
+def test_every_bucket_of_the_benchmark_is_tuned_once(arch, dtype, none):
+    for name in TUNABLES:
+        tasks = tasks_of(name, arch, dtype)
+        assert len({task.bucket for task in tasks}) == len(tasks)
+        assert (tasks == []) == (name in none), name
+    causal = {task.workload.causal for task in tasks_of("flash_attention", arch, dtype)}
     assert causal == {True, False}
+
+
+def tasks_of(name, arch, dtype):
+    return named_tasks(TUNABLES[name], arch, dtype)
+
+
+UNUSED = [
+    (
+        "skinny_gemm",
+        LinearWorkload("", 8, 768, 768),
+        "bfloat16 on this device it goes to swap_gemm",
+    ),
+    ("skinny_gemm", LinearWorkload("", 1, 768, 768), "it goes to gemv"),
+    ("gemm", LinearWorkload("", 17, 768, 768), "it goes to swap_gemm"),
+    ("swap_gemm", LinearWorkload("", 8, 768, 3072), "it is cut into parts"),
+    ("row_softmax", SoftmaxWorkload("", 64, 50257), "it goes to piece_values"),
+    ("decode_attention", DecodeWorkload("", (9,), 16, 2, 64), "it goes to decode_attention_split"),
+]
+
+
+@pytest.mark.parametrize("name, workload, reason", UNUSED)
+def test_what_no_launcher_would_look_up_is_not_tuned(name, workload, reason):
+    assert reason in gpu_task(name, workload).unused
+    assert not gpu_task("skinny_gemm", LinearWorkload("", 8, 768, 301)).unused
 
 
 GEMM = LinearWorkload("square", 2048, 2048, 2048, bias=False, out_dtype=torch.float32)
@@ -257,6 +297,13 @@ def test_what_is_over_budget_or_breaks_a_rule_is_refused():
         (Tile("sm_90a"), "float32", attention(64, 32, 1, 128), "one thread a row"),
     ]:
         assert reason in limits.violation(tile, "flash_attention", dtype, refused, 64)
+    gemv = schedule.GemvSchedule
+    for refused, reason in [
+        (gemv(9, 4, 4, 1), "a divisor of 9"),
+        (gemv(64, 64, 1, 1), "64 rows a warp"),
+        (gemv(16, 1, 1, 5), "5 blocks of 512 threads do not fit"),
+    ]:
+        assert reason in limits.violation(Tile("sm_90a"), "gemv", "bfloat16", refused)
     rows = limits.violation(Tile("sm_90a"), "layer_norm", "bfloat16", RowSchedule(768, 96))
     assert "power of 2" in rows
 
@@ -284,14 +331,15 @@ def test_how_a_grid_fills_a_gpu():
 SAMPLES = [
     ("gemm", GEMM, torch.bfloat16, 2),
     ("gemm", GEMM, torch.float32, 1),
-    ("skinny_gemm", LinearWorkload("few rows", 4, 768, 768), torch.bfloat16, 1),
+    ("skinny_gemm", LinearWorkload("few rows", 4, 768, 768), torch.float32, 1),
+    ("swap_gemm", LinearWorkload("few rows", 4, 768, 768), torch.bfloat16, 3),
+    ("gemv", LinearWorkload("one row", 1, 768, 768), torch.bfloat16, 3),
     ("flash_attention", AttentionWorkload("a", 4, 1024, 1024, 16, 64), torch.bfloat16, 1),
     ("flash_attention", AttentionWorkload("a", 4, 1024, 1024, 16, 128), torch.float32, 1),
-    ("decode_attention", named_workloads(TUNABLES["decode_attention"], "cuda")[0],
-     torch.bfloat16, 1),
+    ("decode_attention", DecodeWorkload("d", (640,), 1024, 12, 64), torch.float32, 1),
     ("row_softmax", SoftmaxWorkload("rows", 4096, 50257), torch.bfloat16, 1),
-    ("layer_norm", named_workloads(TUNABLES["layer_norm"], "cuda")[0], torch.bfloat16, 1),
-    ("vector_add", named_workloads(TUNABLES["vector_add"], "cuda")[0], torch.bfloat16, 1),
+    ("layer_norm", LayerNormWorkload("rows", 8192, 768, x_dtype=None), torch.bfloat16, 1),
+    ("vector_add", VectorAddWorkload("vectors", 1 << 26), torch.bfloat16, 1),
 ]  # fmt: skip
 
 
@@ -305,7 +353,7 @@ def test_candidates_lower_and_take_the_shared_memory_that_was_said(name, workloa
         assert not candidate.refused
         case = Case(name, task.tile, task.dtype_name, {}, builder, static, candidate.schedule)
         shared = lower(case).shared_bytes
-        if name in limits.PIPELINED:
+        if name in (*limits.PIPELINED, "swap_gemm"):
             assert shared == task.shared_memory(candidate.schedule)
         assert shared <= limits.shared_memory_limit(task.tile)
 
@@ -401,6 +449,8 @@ def test_the_list_times_nothing(capsys, monkeypatch):
     assert "128  256   64       4      256       10     128" in out
     assert re.search(r"over budget: \d+ bytes of shared memory, and sm_90a has 231424", out)
     assert re.search(r"\d+ to compile, \d+ refused$", out.strip())
+    assert main("gemv", "--shape", "768,768", "--list", "--arch", "sm_90a") == 0
+    assert re.search(r"\d+ to compile, 0 refused$", capsys.readouterr().out.strip())
     assert main("flash_attention", "--list", "--device", "cpu") == 0
     assert capsys.readouterr().out.count("bucket head_dim=64") == 2
     assert not schedule_table.user_table().parent.exists()
@@ -413,6 +463,16 @@ WRONG = {
     "a size of 0": ["gemm", "--shape", "0,64,64"],
     "no number": ["row_softmax", "--shape", "a,b"],
     "rows of another kernel": ["gemm", "--shape", "1,64,64"],
+    "a kernel of a GPU": ["gemv", "--shape", "64,64"],
+    "no shapes of its own": ["swap_gemm"],
+    "what goes elsewhere on a GPU": [
+        "skinny_gemm",
+        "--arch",
+        "sm_90a",
+        "--shape",
+        "8,768,768",
+        "--list",
+    ],
     "too many rows": ["skinny_gemm", "--shape", "64,64,64"],
     "a head too large": ["flash_attention", "--shape", "1,64,2,512"],
     "a cached head too large": ["decode_attention", "--shape", "1,64,2,512"],

@@ -19,8 +19,9 @@ from minifused.benchmark.clock import Work
 from minifused.benchmark.records import OURS, Record, Spread
 from minifused.benchmark.rivals import Rivals, rivals_of
 from minifused.benchmark.suite import Case, Setting, Unavailable, make_record, release_memory
+from minifused.inspection import kernel_of
 from minifused.kernels.build import dtype_name, tile_for
-from minifused.tuning.tunables import TUNABLES, is_its_own
+from minifused.tuning.tunables import RECIPES
 from minifused.workloads import (
     BENCHMARK,
     BENCHMARK_QUICK,
@@ -101,7 +102,7 @@ class KernelCase:
     def _time(self, ready: Mapping[str, Ready], setting: Setting) -> Iterator[Record]:
         works = {name: r.work for name, r in ready.items()}
         seconds = clock.in_turns(clock.Stopwatch(setting.device), works, setting.rounds)
-        chosen = schedule_of(self.op, self.workload, setting.device, setting.dtype)
+        chosen = schedule_of(self.workload, setting.device, setting.dtype)
         for name, r in ready.items():
             measured, check = self.metrics(name, r, seconds[name], setting)
             yield make_record(
@@ -183,13 +184,11 @@ def dimensions(workload: Workload) -> dict[str, int | str | bool]:
     return {name: value for name, value in sizes.items() if isinstance(value, int | str)}
 
 
-def schedule_of(op: str, workload: Workload, device: torch.device, dtype: torch.dtype) -> dict:
+def schedule_of(workload: Workload, device: torch.device, dtype: torch.dtype) -> dict:
     """The schedule that our kernel takes for a workload."""
     tile = tile_for(device)
     name = dtype_name(dtype if tile.is_cuda else torch.float32)
-    kernels = (t for t in TUNABLES.values() if t.op == op)
-    (kernel,) = (t for t in kernels if is_its_own(t.name, workload, device.type))
-    return asdict(kernel.recipe(tile, name, workload)[2])
+    return asdict(RECIPES[kernel_of(tile, name, workload)](tile, name, workload)[2])
 
 
 def _reason(error: Exception) -> str:

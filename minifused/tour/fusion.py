@@ -113,9 +113,10 @@ EPILOGUE = Section(
 SOFTMAX = Section(
     "softmax",
     "Row softmax",
-    "A row of the vocabulary's width does not fit in registers, so it is read twice in pieces: "
-    "once for the running maximum and the sum rescaled to it, once for the values. Columns past "
-    "the end are masked with -inf, which is neutral for a maximum and has the exponential 0. The "
+    "A row of the vocabulary's width does not fit in registers, so it goes in pieces: once for the "
+    "running maximum and the sum rescaled to it, once for the values. A CPU reads it twice; a GPU "
+    "keeps in shared memory what fits of it, and takes a few rows by the piece. Columns past the "
+    "end are masked with -inf, which is neutral for a maximum and has the exponential 0. The "
     "check is relative to each probability, not only to the largest, since zeros would pass the "
     "latter.",
     run_softmax,

@@ -7,12 +7,15 @@ Each is a function of (tile, dtype, workload). What a space holds may yet break 
 from collections.abc import Iterator
 from itertools import product
 
-from minifused.kernels.limits import ITEM_BYTES
+from minifused.kernels.gemv_row import STRIDE
+from minifused.kernels.limits import ITEM_BYTES, has_bulk_copies
 from minifused.kernels.schedule import (
     AttentionSchedule,
     GemmSchedule,
+    GemvSchedule,
     RowSchedule,
     SkinnySchedule,
+    SwapSchedule,
     next_power_of_2,
 )
 from minifused.kernels.tile import Tile
@@ -63,6 +66,23 @@ def skinny_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SkinnySch
     for n, k, threads in product((1, 2, 4, 8, 16, 32), lanes, (32, 64, 128, 256, 512)):
         if 8 <= n * k // threads <= 64:
             yield SkinnySchedule(rows, n, k, threads)
+
+
+def swap_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SwapSchedule]:
+    """K whole: the sum of its parts is another kernel."""
+    rows = max(16, next_power_of_2(w.m))
+    tiles = (1, 2, 3) if has_bulk_copies(tile, w.k * ITEM_BYTES[dtype]) else (1,)
+    for n, k, stages, count in product((16, 32, 64, 128), (64, 128), (3, 4, 6, 8), tiles):
+        if stages <= count * -(-w.k // k):
+            threads = min(128, 32 * (n // 16) * (rows // 8))
+            yield SwapSchedule(rows, n, k, stages, threads, 1, count)
+
+
+def gemv(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[GemvSchedule]:
+    for warp_n, split_k, warps in product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 5, 6, 8), (4, 8, 16)):
+        vectors = -(-w.k // (STRIDE * split_k))  # of a weight row in a lane's registers
+        if warps >= split_k and 2 <= warp_n * vectors <= 16 and (split_k - 1) * STRIDE < w.k:
+            yield GemvSchedule(warps // split_k * warp_n, warp_n, split_k, max(1, 16 // warps))
 
 
 def flash_attention(tile: Tile, dtype: str, w: AttentionWorkload) -> Iterator[AttentionSchedule]:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from minifused import workloads
+from minifused.inspection import kernel_of
 from minifused.kernels import limits, schedule_table
 from minifused.kernels.build import dtype_name, tile_for
 from minifused.kernels.schedule import Schedule
@@ -54,10 +56,31 @@ class Task:
         with schedule_table.rules_only():
             return self.tunable.recipe(self.tile, self.dtype_name, self.workload)
 
+    @property
+    def unused(self) -> str:
+        """Why `ops` would not take a schedule that was found, "" if it would."""
+        other = kernel_of(self.tile, self.dtype_name, self.workload)
+        if other != self.tunable.name:
+            return f"in {self.dtype_name} on this device it goes to {other}"
+        if getattr(self.recipe()[2], "splits", 1) > 1:
+            return "it is cut into parts, which a second kernel adds"
+        return ""
+
     def shared_memory(self, schedule: Schedule) -> int:
         """Bytes of a block."""
         name = self.tunable.name
         return limits.shared_memory(self.tile, name, self.dtype_name, schedule, self.head_dim)
+
+
+def named_tasks(tunable: Tunable, arch: str, dtype: torch.dtype) -> list[Task]:
+    """The benchmark's shapes whose schedule is used, the first of each bucket; few on a CPU."""
+    table = workloads.BENCHMARK if arch else workloads.BENCHMARK_QUICK
+    tasks = [Task(tunable, workload, arch, dtype) for workload in table[tunable.op]]
+    chosen: dict[str, Task] = {}
+    for task in tasks:
+        if not task.unused:
+            chosen.setdefault(task.bucket, task)
+    return list(chosen.values())
 
 
 def arch_of(device: torch.device) -> str:

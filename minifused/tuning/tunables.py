@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from minifused import inspection, ops, workloads
+from minifused import inspection, ops
 from minifused.errors import UserError
 from minifused.inspection import Recipe
 from minifused.kernels import buckets
@@ -66,6 +66,19 @@ def _linear_blocks(w: LinearWorkload, s: Any) -> int:
     return _ceil(w.m, s.block_m) * _ceil(w.n, s.block_n)
 
 
+def _swap_blocks(w: LinearWorkload, s: Any) -> int:
+    return _ceil(w.m, s.block_m) * _ceil(w.n, s.block_n * s.tiles) * s.splits
+
+
+def _gemv_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:
+    x, *others = _linear_arguments(i, out)
+    return [x, *[None] * 4, *others, *[None] * 3]  # what would prepare the row, and caches
+
+
+def _gemv_blocks(w: LinearWorkload, s: Any) -> int:
+    return _ceil(w.n, s.block_n)
+
+
 def _square(m: int, n: int, k: int) -> tuple[Workload, ...]:
     return (LinearWorkload("shape", m, n, k, bias=False),)
 
@@ -76,6 +89,18 @@ def _gemm_bucket(w: LinearWorkload) -> str:
 
 def _skinny_bucket(w: LinearWorkload) -> str:
     return buckets.skinny_gemm(w.m, w.n, w.k)
+
+
+def _swap_bucket(w: LinearWorkload) -> str:
+    return buckets.swap_gemm(w.m, w.n, w.k)
+
+
+def _gemv_bucket(w: LinearWorkload) -> str:
+    return buckets.gemv(w.n, w.k, whole_rows=False)
+
+
+def _vector(n: int, k: int) -> tuple[Workload, ...]:
+    return _square(1, n, k)
 
 
 # Attention
@@ -168,7 +193,10 @@ def _vectors(n: int) -> tuple[Workload, ...]:
     return (VectorAddWorkload("shape", n),)
 
 
-_RECIPES = {name: kernel.recipe for name, kernel in inspection.KERNELS.items()}
+RECIPES: dict[str, Recipe] = {
+    **{name: kernel.recipe for name, kernel in inspection.KERNELS.items()},
+    "vector_add": _vector_recipe,
+}
 _MNK = ("M", "N", "K")
 _HEADS = ("HEADS", "HEAD_DIM")
 
@@ -176,51 +204,42 @@ TUNABLES = {
     t.name: t
     for t in (
         Tunable(
-            "gemm", "linear", _RECIPES["gemm"], spaces.gemm, _gemm_bucket,
+            "gemm", "linear", RECIPES["gemm"], spaces.gemm, _gemm_bucket,
             _linear_arguments, _linear_blocks, _MNK, _square,
         ),
         Tunable(
-            "skinny_gemm", "linear", _RECIPES["skinny_gemm"], spaces.skinny_gemm, _skinny_bucket,
+            "skinny_gemm", "linear", RECIPES["skinny_gemm"], spaces.skinny_gemm, _skinny_bucket,
             _linear_arguments, _linear_blocks, _MNK, _square,
         ),
         Tunable(
-            "flash_attention", "attention", _RECIPES["flash_attention"], spaces.flash_attention,
+            "swap_gemm", "linear", RECIPES["swap_gemm"], spaces.swap_gemm, _swap_bucket,
+            _linear_arguments, _swap_blocks, _MNK, _square,
+        ),
+        Tunable(
+            "gemv", "linear", RECIPES["gemv"], spaces.gemv, _gemv_bucket,
+            _gemv_arguments, _gemv_blocks, ("N", "K"), _vector,
+        ),
+        Tunable(
+            "flash_attention", "attention", RECIPES["flash_attention"], spaces.flash_attention,
             _attention_bucket, _attention_arguments, _attention_blocks,
             ("BATCH", "LENGTH", *_HEADS), _both_masks,
         ),
         Tunable(
-            "decode_attention", "decode_attention", _RECIPES["decode_attention"],
+            "decode_attention", "decode_attention", RECIPES["decode_attention"],
             spaces.decode_attention, _decode_bucket, _decode_arguments, _decode_blocks,
             ("BATCH", "CONTEXT", *_HEADS), _decoding,
         ),
         Tunable(
-            "row_softmax", "softmax", _RECIPES["row_softmax"], spaces.row, _row_bucket,
+            "row_softmax", "softmax", RECIPES["row_softmax"], spaces.row, _row_bucket,
             _softmax_arguments, _row_blocks, ("M", "N"), _softmax_rows,
         ),
         Tunable(
-            "layer_norm", "layer_norm", _RECIPES["layer_norm"], spaces.row, _row_bucket,
+            "layer_norm", "layer_norm", RECIPES["layer_norm"], spaces.row, _row_bucket,
             _norm_arguments, _row_blocks, ("M", "N"), _norm_rows,
         ),
         Tunable(
-            "vector_add", "vector_add", _vector_recipe, spaces.vector_add, _vector_bucket,
+            "vector_add", "vector_add", RECIPES["vector_add"], spaces.vector_add, _vector_bucket,
             _add_arguments, _vector_blocks, ("N",), _vectors,
         ),
     )
 }  # fmt: skip
-
-
-def named_workloads(tunable: Tunable, device: str) -> list[Workload]:
-    """The benchmark's shapes of a kernel, the first of each bucket; those of a CPU are small."""
-    table = workloads.BENCHMARK if device == "cuda" else workloads.BENCHMARK_QUICK
-    chosen: dict[str, Workload] = {}
-    for workload in table[tunable.op]:
-        if is_its_own(tunable.name, workload, device):
-            chosen.setdefault(tunable.bucket(workload), workload)
-    return list(chosen.values())
-
-
-def is_its_own(kernel: str, workload: Workload, device: str) -> bool:
-    """Whether `ops` gives a workload to this kernel: few rows are skinny_gemm's."""
-    if not isinstance(workload, LinearWorkload):
-        return True
-    return (workload.m <= ops.MAX_SKINNY_ROWS[device]) == (kernel == "skinny_gemm")

@@ -1,0 +1,75 @@
+"""Matrix-vector product for one row: the linear layers of decoding a single sequence."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from minifused.kernels.build import compile_kernel, dtype_name, tile_for
+from minifused.kernels.gemv_kernel import gemv_kernel
+from minifused.kernels.gemv_row import VECTOR
+from minifused.kernels.schedule import gemv_schedule
+
+MAX_COLUMNS = 16384  # a row in float32 fits in shared memory
+
+
+@functools.cache
+def _select(
+    device: torch.device,
+    sizes: tuple[int, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    epilogue: tuple[str | None, bool, bool],
+    eps: float | None,
+    parts: tuple[int, int] | None,
+    cached: bool,
+    ahead: bool,
+) -> Callable[..., None]:
+    tile, (dtype, out_dtype) = tile_for(device), map(dtype_name, dtypes)
+    schedule = gemv_schedule(tile, *sizes, dtype, eps is not None)
+    return compile_kernel(
+        gemv_kernel, tile, *sizes, dtype, out_dtype, *epilogue, eps, parts, cached, ahead, schedule
+    )
+
+
+def takes(rows: int, weight: Tensor) -> bool:
+    """Whether `gemv` is for so many rows: one, and 16-bit weights in rows of whole vectors."""
+    fits = rows == 1 and weight.itemsize == 2 and weight.shape[1] % VECTOR == 0
+    return fits and weight.is_cuda and weight.shape[1] <= MAX_COLUMNS
+
+
+def gemv(
+    x: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    out: Tensor,
+    norm: tuple[Tensor, Tensor, float] | None = None,
+    parts: tuple[Tensor, Tensor] | None = None,
+    caches: tuple[Tensor, Tensor, Tensor] | None = None,
+    ahead: bool = False,
+) -> None:
+    """Write act(x' @ weight (n, k)^T + bias) + residual (1, n) to out (1, n), all contiguous.
+
+    Args:
+        norm: gain and shift (k,) and eps of a layer norm: x' is that of x (1, k) float32.
+        parts: o (1, h, s, d) and ml (1, h, s, 2) of decode_attention_partials, in x's place.
+        caches: keys and values (1, capacity, h, d) and positions (1,) int32, if out is a packed
+            query, key and value of which the latter two are to be kept.
+        ahead: no kernel that may still run writes weight, bias, gain or shift.
+    """
+    n, k = weight.shape
+    gain, shift, eps = norm or (None, None, None)
+    o, ml = parts or (None, None)
+    keys, values, positions = caches or (None, None, None)
+    kernel = _select(
+        weight.device, (n, k), (weight.dtype, out.dtype),
+        (activation, bias is not None, residual is not None),
+        eps, None if o is None else (o.shape[2], o.shape[3]), caches is not None, ahead,
+    )  # fmt: skip
+    if gain is not None and shift is not None:
+        gain, shift = gain.view(1, k), shift.view(1, k)
+    if keys is not None and values is not None:
+        keys, values = keys.view(1, -1, n // 3), values.view(1, -1, n // 3)
+    kernel(x, o, ml, gain, shift, weight, bias, residual, out, positions, keys, values)

@@ -1,0 +1,132 @@
+"""Operators that do the work of several: as close to float64 as these, and the same elsewhere."""
+
+import pytest
+import torch
+from helpers import assert_within_bound, int32, needs_cuda, normal, on_each_device
+from torch.nn import functional as F
+
+from minifused import ops
+
+EPS = 1e-5
+SHAPES = [(768, 2304), (768, 50304), (1600, 4800), (1000, 77), (64, 8)]
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def parameters(n, k, device, dtype, seed=0):
+    """Gain and shift of a norm, weight and bias."""
+    draw = normal(device, dtype, seed)
+    return draw(k) + 1, draw(k), draw(n, k, std=k**-0.5), draw(n)
+
+
+def residual_stream(*shape, device, seed=1):
+    """With a mean, and some channels a hundred times the others, as GPT-2 has."""
+    x = normal(device, seed=seed)(*shape) + 5
+    x[..., 3::97] *= 100
+    return x
+
+
+def composed(x, gain, shift, weight, bias, activation):
+    y = F.linear(F.layer_norm(x, x.shape[-1:], gain, shift, EPS), weight, bias)
+    return F.gelu(y, approximate="tanh") if activation else y
+
+
+def norm_reference(x, *weights, activation=None):
+    """In float64, and as eager PyTorch has it in the dtype of the weights."""
+    doubles = (t.double() for t in weights)
+    exact = composed(x.double(), *doubles, activation)
+    eager = composed(x.to(weights[0].dtype), *weights, activation)
+    return exact, eager
+
+
+@on_each_device
+def test_on_several_rows_they_are_their_parts(device):
+    gain, shift, weight, bias = parameters(48, 192, device, torch.float32)
+    x = residual_stream(2, 5, 192, device=device)
+    y = ops.layer_norm(x, gain, shift, EPS)
+    linear = ops.linear(y, weight, bias, "gelu_tanh")
+    assert torch.equal(ops.norm_linear(x, gain, shift, EPS, weight, bias, "gelu_tanh"), linear)
+    positions, caches = int32(0, 30, device=device), torch.zeros(4, 2, 33, 2, 8, device=device)
+    qkv = ops.norm_qkv(x, gain, shift, EPS, weight, bias, *caches[:2], positions)
+    assert torch.equal(qkv, ops.linear(y, weight, bias).view(2, 5, 3, 2, 8))
+    ops.append_kv(*caches[2:], qkv, None, positions)
+    assert torch.equal(caches[:2], caches[2:])
+    lengths, residual = positions + 3, x[:, :1]
+    projection = normal(device, seed=2)(192, 16)
+    together = ops.decode_attention_linear(
+        qkv[:, :1], *caches[:2], lengths, 0.3, projection, None, residual
+    )
+    attended = ops.decode_attention(qkv[:, :1], *caches[:2], lengths, 0.3)
+    assert torch.equal(together, ops.linear(attended.flatten(2), projection, residual=residual))
+
+
+@on_each_device
+def test_wrong_shapes_are_refused(device):
+    gain, shift, weight, bias = parameters(48, 192, device, torch.float32)
+    caches = torch.zeros(2, 1, 33, 2, 8, device=device)
+    x, at = torch.zeros(1, 1, 192, device=device), int32(0, device=device)
+    with pytest.raises(ValueError, match="weight is"):
+        ops.norm_qkv(x, gain, shift, EPS, weight[1:], bias[1:], *caches, at)
+    with pytest.raises(ValueError, match="x is"):
+        ops.norm_linear(x[..., 1:], gain[1:], shift[1:], EPS, weight, bias)
+    qkv = ops.norm_qkv(x, gain, shift, EPS, weight, bias, *caches, at)
+    with pytest.raises(ValueError, match="weight is"):
+        ops.decode_attention_linear(qkv, *caches, at + 1, 1.0, weight, None, x)
+
+
+@HALVES
+@pytest.mark.parametrize("k, n", SHAPES)
+@pytest.mark.parametrize("activation", [None, "gelu_tanh"])
+@needs_cuda
+def test_norm_linear_of_a_row(k, n, activation, dtype):
+    weights = parameters(n, k, "cuda", dtype)
+    x = residual_stream(1, 1, k, device="cuda")
+    y = ops.norm_linear(x, *weights[:2], EPS, *weights[2:], activation)
+    assert_within_bound(y, *norm_reference(x, *weights, activation=activation))
+    for _ in range(5):
+        assert torch.equal(y, ops.norm_linear(x, *weights[:2], EPS, *weights[2:], activation))
+
+
+@HALVES
+@pytest.mark.parametrize("heads, head_dim", [(12, 64), (25, 64), (3, 20), (2, 256)])
+@needs_cuda
+def test_a_layer_of_one_row(heads, head_dim, dtype):
+    width, capacity = heads * head_dim, 700
+    weights = parameters(3 * width, width, "cuda", dtype)
+    draw = normal("cuda", dtype, seed=4)
+    projection, bias = draw(width, width, std=width**-0.5), draw(width)
+    for length in (0, 1, 63, 64, 511, 699):
+        k_cache, v_cache = draw(1, capacity, heads, head_dim), draw(1, capacity, heads, head_dim)
+        k_cache[:, length:], v_cache[:, length:] = torch.nan, torch.nan  # as if never written
+        x = residual_stream(1, 1, width, device="cuda", seed=length)
+        qkv = ops.norm_qkv(
+            x, *weights[:2], EPS, *weights[2:], k_cache, v_cache, int32(length, device="cuda")
+        )
+        exact, eager = norm_reference(x, *weights)
+        assert_within_bound(qkv.flatten(2), exact, eager)
+        assert torch.equal(k_cache[:, length], qkv[:, 0, 1])
+        assert torch.equal(v_cache[:, length], qkv[:, 0, 2])
+        assert k_cache[:, length + 1 :].isnan().all()
+        ends = int32(length + 1, device="cuda")
+        y = ops.decode_attention_linear(
+            qkv, k_cache, v_cache, ends, head_dim**-0.5, projection, bias, x
+        )
+
+        def attend(q, k, v, weight, shift, residual, end=length + 1):
+            q, k, v = (t.transpose(1, 2) for t in (q, k[:, :end], v[:, :end]))
+            heads_out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            return F.linear(heads_out, weight, shift) + residual
+
+        given = qkv[:, :, 0], k_cache, v_cache, projection, bias
+        assert_within_bound(y, attend(*(t.double() for t in given), x.double()), attend(*given, x))
+
+
+@needs_cuda
+def test_what_a_kernel_has_just_written_may_be_a_weight():
+    draw = normal("cuda", torch.bfloat16)
+    rows, gain, shift = draw(8192, 1024), draw(1024) + 1, draw(1024)
+    for count in (1, 3, 20):
+        x = draw(count, 1024)
+        weight = ops.layer_norm(rows, gain, shift)  # which lets the next kernel start early
+        y = ops.linear(x, weight)
+        torch.cuda.synchronize()
+        assert torch.equal(y, ops.linear(x, weight))

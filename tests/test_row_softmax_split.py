@@ -1,0 +1,274 @@
+"""The forms that row_softmax takes on a GPU: rows in whole vectors, and few rows in pieces.
+
+Both are built for the CPU too, in sizes that a GPU would not give them.
+"""
+
+import functools
+import itertools
+import math
+import re
+
+import pytest
+import torch
+from helpers import assert_within_bound, needs_cuda, normal, on_each_dtype, poisoned
+from test_lowering import assert_64_bit_indices, lowered, split_barriers
+from torch.nn import functional as F
+
+from minifused import ops
+from minifused.kernels import limits
+from minifused.kernels.build import compile_kernel
+from minifused.kernels.row_lanes import row_lanes, vector_width
+from minifused.kernels.row_softmax import compile_split
+from minifused.kernels.row_softmax_split import (
+    MAX_SPLIT,
+    PIECES,
+    SPLIT_ROWS,
+    count_pieces,
+    piece_sums_kernel,
+    piece_values_kernel,
+    split_schedule,
+)
+from minifused.kernels.row_softmax_wide import kept_vectors, wide_schedule, wide_softmax_kernel
+from minifused.kernels.schedule import RowSchedule
+from minifused.kernels.tile import CPU, Tile
+
+BF16, F32 = "bfloat16", "float32"
+SMALL = RowSchedule(64, 16)  # one vector of 4 columns a lane
+DEEP = RowSchedule(128, 16)  # two
+
+# Columns, valid columns, sizes and how many blocks are to share the shared memory.
+CASES = {
+    "one column": (1, 1, SMALL, 1),
+    "no whole vector": (3, 2, SMALL, 1),
+    "aligned": (128, 128, SMALL, 1),
+    "each row begins elsewhere": (257, 257, DEEP, 1),
+    "two steps and a tail": (275, 275, DEEP, 1),
+    "a row partly kept": (1003, 1003, SMALL, 10),
+    "a row not kept": (275, 275, DEEP, 1 << 20),
+    "padded": (131, 97, SMALL, 1),
+    "more padding than lanes": (300, 7, SMALL, 1),
+}
+
+
+@functools.cache
+def forms(n, valid, schedule, blocks):
+    """Both forms on the CPU, as functions of x and out."""
+    wide = compile_kernel(wide_softmax_kernel, CPU, n, valid, F32, F32, schedule, blocks)
+    return wide, compile_split(CPU, n, valid, F32, F32, schedule)
+
+
+def softmax(form, x):
+    out = poisoned(*x.shape)
+    form(x, out)
+    return out
+
+
+def reference(x, valid):
+    return F.pad(x[:, :valid].double().softmax(-1), (0, x.shape[1] - valid))
+
+
+# The arithmetic, on the CPU
+
+
+def test_the_cases_are_what_they_say():
+    kept = {
+        name: kept_vectors(row_lanes(CPU, valid, F32, F32, s), F32, blocks) * 4 / valid
+        for name, (n, valid, s, blocks) in CASES.items()
+    }
+    assert 0.1 < kept.pop("a row partly kept") < 0.9
+    assert kept.pop("a row not kept") == 0
+    assert kept["each row begins elsewhere"] > 0.99
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_both_forms_agree_with_float64(case):
+    n, valid, *_ = case
+    x = normal()(9, n, std=3.0)
+    x[:, valid:] = math.nan
+    for form in forms(*case):
+        out = softmax(form, x)
+        assert_within_bound(out, reference(x, valid), reference(x, valid).float())
+        assert not out[:, valid:].any()
+        assert torch.equal(softmax(form, x), out)
+
+
+@pytest.mark.parametrize("name", ["two steps and a tail", "a row partly kept", "padded"])
+def test_both_forms_on_infinities_and_nan(name):
+    n, valid, *_ = case = CASES[name]
+    x = normal()(6, n)
+    x[0], x[1, valid - 1], x[2, valid // 2] = -math.inf, math.inf, math.nan
+    x[3], x[4] = -math.inf, -math.inf
+    x[3, valid - 1], x[4, valid // 2] = -1e4, 3e38
+    for form in forms(*case):
+        out = softmax(form, x)
+        assert out[:3, :valid].isnan().all()
+        for row, column in ((3, valid - 1), (4, valid // 2)):
+            assert torch.equal(out[row], F.one_hot(torch.tensor(column), n).float())
+        assert out[5].isfinite().all()
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("n", [8193, 50257, 50304, 131072, MAX_SPLIT])
+def test_pieces_can_be_merged_and_fit(n, dtype):
+    for rows in SPLIT_ROWS:
+        schedule = split_schedule(rows, n, dtype)
+        for out_dtype in (BF16, F32):
+            r = row_lanes(Tile("sm_90a"), n, dtype, out_dtype, schedule)
+            assert 1 <= count_pieces(r) <= r.lanes
+        assert PIECES[0] <= schedule.block_n <= PIECES[1]
+
+
+def test_more_pieces_than_lanes_are_refused():
+    with pytest.raises(ValueError, match="17 pieces of 1088 columns, and 16 threads"):
+        count_pieces(row_lanes(CPU, 17 * 64, F32, F32, SMALL))
+
+
+def test_a_vector_is_16_bytes_or_all_that_a_lane_has():
+    assert vector_width(BF16, BF16, RowSchedule(8192, 256)) == 8
+    assert vector_width(F32, F32, RowSchedule(8192, 256)) == 4
+    assert vector_width(BF16, F32, RowSchedule(8192, 256)) == 4
+    assert vector_width(BF16, BF16, RowSchedule(1024, 512)) == 2
+    assert vector_width(BF16, BF16, RowSchedule(1000, 32)) == 0
+    assert vector_width(BF16, BF16, RowSchedule(256, 8)) == 0
+
+
+# The CUDA source
+
+
+def wide(tile, dtype, n, valid, out_dtype):
+    return wide_softmax_kernel, tile, n, valid, dtype, out_dtype, wide_schedule(dtype)
+
+
+def sums(tile, dtype, n, valid, out_dtype):
+    static = (n, valid, dtype, out_dtype, split_schedule(64, n, dtype))
+    return piece_sums_kernel, tile, *static
+
+
+def values(tile, dtype, n, valid, out_dtype):
+    static = (n, valid, dtype, out_dtype, split_schedule(64, n, dtype))
+    return piece_values_kernel, tile, *static
+
+
+SOURCES = [
+    ("sm_90a", BF16, BF16, 50257, 50257),
+    ("sm_90a", BF16, BF16, 50304, 50257),
+    ("sm_90a", BF16, BF16, 131072, 131072),
+    ("sm_90a", BF16, F32, 50257, 50257),
+    ("sm_90a", F32, F32, 50257, 50257),
+    ("sm_90a", F32, F32, 50304, 50257),
+    ("sm_80", "float16", "float16", 50257, 50257),
+    ("sm_100a", BF16, BF16, 50257, 50257),
+]
+each_source = pytest.mark.parametrize(
+    ("arch", "dtype", "out_dtype", "n", "valid"), SOURCES, ids=lambda x: str(x)
+)
+
+
+def accesses(source, tensor):
+    """Bytes of the accesses to a tensor by vectors, and how many there are by the element."""
+    bytes_of = {"uint2": 8, "uint4": 16, "float4": 16}
+    vectors = re.findall(rf"\*\((\w+)\s*\*\)\({tensor} \+", source)
+    return {bytes_of[kind] for kind in vectors}, len(re.findall(rf"\b{tensor}\[", source))
+
+
+@each_source
+def test_rows_go_16_bytes_at_a_time_whatever_their_length(arch, dtype, out_dtype, n, valid):
+    for make in (wide, sums, values):
+        source, _ = lowered(make, arch, dtype, n=n, valid=valid, out_dtype=out_dtype)
+        reads, read_singly = accesses(source, "X")
+        assert reads == {8 if dtype != out_dtype else 16}
+        assert read_singly <= 2, "more than the head and the tail is read by the element"
+        if make is not sums:
+            writes, written_singly = accesses(source, "Y")
+            assert writes == {16}
+            assert written_singly <= 3, "more than the two ends and the padding"
+
+
+@each_source
+def test_sources_are_sound(arch, dtype, out_dtype, n, valid):
+    for make in (wide, sums, values):
+        source, shared = lowered(make, arch, dtype, n=n, valid=valid, out_dtype=out_dtype)
+        for tensor in ("X", "P") if make is sums else ("X", "Y"):
+            assert_64_bit_indices(source, tensor)
+        assert split_barriers(source) == []
+        assert shared <= limits.shared_memory_limit(Tile(arch)) // 2
+
+
+def test_the_second_kernel_starts_when_x_is_whole_and_waits_for_the_sums():
+    static = {"n": 50304, "valid": 50257, "out_dtype": F32}
+    trigger, sync = "cudaTriggerProgrammaticLaunchCompletion", "cudaGridDependencySynchronize"
+    first, _ = lowered(sums, "sm_90a", F32, **static)
+    assert first.index(sync) < first.index(trigger) < first.index("(X + ")
+    second, _ = lowered(values, "sm_90a", F32, **static)
+    body = second[second.index("{") :]
+    assert body.index("(X + ") < body.index(sync) < body.index("P[")
+    assert "(Y + " not in body[: body.index(sync)]
+
+
+# On a GPU
+
+ROWS = (1, 2, 9, 64, 128, 264, 265)
+SHAPES = [(8193, 8193), (50257, 50257), (50304, 50257), (131072, 131072), (1 << 20, 1 << 20)]
+
+
+@needs_cuda
+@pytest.mark.parametrize(("n", "valid"), SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"),
+    [(torch.bfloat16,) * 2, (torch.float16,) * 2, (torch.float32,) * 2,
+     (torch.bfloat16, torch.float32)],
+    ids=str,
+)  # fmt: skip
+def test_each_count_of_rows_agrees_with_float64(n, valid, dtype, out_dtype):
+    for rows in ROWS if n < 1 << 20 else (1, 5):
+        x = normal("cuda", dtype)(rows, n, std=3.0)
+        x[:, valid:] = math.nan
+        out = poisoned(rows, n, device="cuda", dtype=out_dtype)
+        ops.softmax(x, valid, out=out)
+        eager = F.pad(x[:, :valid].softmax(-1).to(out_dtype), (0, n - valid))
+        assert_within_bound(out, reference(x, valid), eager)
+        assert not out[:, valid:].any()
+        assert torch.equal(ops.softmax(x, valid, out_dtype=out_dtype), out)
+
+
+@on_each_dtype
+def test_one_finite_column_has_it_all(device, dtype):
+    for n, valid in ((10001, 10001), (50304, 50257)):
+        for column in (0, 1, 7, 8, 4096, valid // 2, valid - 1):
+            x = torch.full((3, n), -math.inf, device=device, dtype=dtype)
+            x[:, column] = -300.0
+            out = ops.softmax(x, valid)
+            assert torch.equal(out, F.one_hot(torch.tensor([column] * 3), n).to(out))
+
+
+@needs_cuda
+@pytest.mark.parametrize("rows", [1, 64, 400])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_chain_that_overlaps_gives_what_one_with_waits_does(rows, dtype):
+    """Each softmax reads what the one before has just written, in a captured graph."""
+    n, length = 50257, 16
+    x = normal("cuda", dtype)(rows, n, std=3.0)
+    expected = [x]
+    for _ in range(length):
+        expected.append(ops.softmax(expected[-1]))
+        torch.cuda.synchronize()
+    chain = [torch.empty_like(x) for _ in range(length + 1)]
+
+    def run():
+        chain[0].copy_(x)
+        for before, after in itertools.pairwise(chain):
+            ops.softmax(before, out=after)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(20):
+        for buffer in chain:
+            buffer.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(chain[-1], expected[-1])

@@ -1,0 +1,357 @@
+"""swap_gemm and split_sum: arithmetic on a CPU, CUDA source, and ops.linear on a GPU."""
+
+import functools
+import math
+import re
+
+import pytest
+import tilelang
+import torch
+from helpers import assert_within_bound, needs_cuda, normal, poisoned
+from torch.nn import functional as F
+
+from minifused import ops
+from minifused.kernels import limits, schedule
+from minifused.kernels.build import compile_kernel
+from minifused.kernels.schedule import SwapSchedule
+from minifused.kernels.split_sum import split_sum_kernel
+from minifused.kernels.swap_gemm import swap_gemm_kernel
+from minifused.kernels.tile import CPU, Tile
+
+F32, BF16 = "float32", "bfloat16"
+H200 = Tile("sm_90a")
+EPILOGUES = {  # activation, bias, residual
+    "none": (None, False, False),
+    "bias": (None, True, False),
+    "gelu_tanh": ("gelu_tanh", True, False),
+    "gelu": ("gelu", True, False),
+    "relu": ("relu", False, False),
+    "residual": (None, True, True),
+    "all": ("gelu_tanh", True, True),
+}
+ACTIVATIONS = {
+    None: lambda x: x,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+}
+
+
+def formula(x, weight, bias, activation, residual):
+    y = ACTIVATIONS[activation](F.linear(x, weight, bias))
+    return y if residual is None else y + residual
+
+
+def doubles(*tensors):
+    return [t.double() if isinstance(t, torch.Tensor) else t for t in tensors]
+
+
+# Arithmetic, on the CPU
+
+
+def run_on_cpu(x, weight, bias, activation, residual, chosen):
+    """Both kernels, as the launcher runs them, with any schedule."""
+    (m, k), n, splits = x.shape, weight.shape[0], chosen.splits
+    epilogue = activation, bias is not None, residual is not None
+    out, partial = poisoned(m, n), poisoned(splits, m, n)
+    plain = splits == 1
+    kernel = compile_kernel(
+        swap_gemm_kernel,
+        CPU,
+        n,
+        k,
+        F32,
+        F32,
+        *(epilogue if plain else (None, False, False)),
+        True,
+        chosen,
+    )
+    if plain:
+        kernel(x, weight, bias, residual, out)
+        return out
+    kernel(x, weight, None, None, partial)
+    add = compile_kernel(
+        split_sum_kernel, CPU, n, splits, F32, F32, *epilogue, schedule.split_sum_schedule(CPU)
+    )
+    add(partial, bias, residual, out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "splits", "tiles"),
+    [
+        (3, 77, 200, 1, 1),
+        (17, 33, 70, 1, 2),
+        (5, 300, 70, 3, 2),
+        (2, 16, 64, 4, 1),
+    ],
+    ids=["tails", "last_block_short_of_tiles", "parts_of_K", "more_parts_than_K_has"],
+)
+def test_tiles_and_parts_cover_all_once(m, n, k, splits, tiles):
+    draw = normal()
+    x, weight, bias, residual = draw(m, k), draw(n, k, std=k**-0.5), draw(n), draw(m, n)
+    given = x, weight, bias, "gelu_tanh", residual
+    out = run_on_cpu(*given, SwapSchedule(16, 16, 32, 1, 1, splits, tiles))
+    assert_within_bound(out, formula(*doubles(*given)), formula(*given))
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES.values(), ids=EPILOGUES)
+def test_the_epilogue_comes_after_the_sum_of_all_parts(epilogue):
+    activation, has_bias, has_residual = epilogue
+    draw = normal()
+    given = (
+        draw(4, 64), draw(40, 64, std=0.2), draw(40) if has_bias else None, activation,
+        draw(4, 40) if has_residual else None,
+    )  # fmt: skip
+    out = run_on_cpu(*given, SwapSchedule(16, 16, 32, 1, 1, 2, 1))
+    assert_within_bound(out, formula(*doubles(*given)), formula(*given))
+
+
+# CUDA source
+
+
+GPT2 = {  # rows of weight, columns, activation, bias, residual, dtype of the result
+    "qkv": (2304, 768, None, True, False, BF16),
+    "o": (768, 768, None, True, True, F32),
+    "fc1": (3072, 768, "gelu_tanh", True, False, BF16),
+    "fc2": (768, 3072, None, True, True, F32),
+    "head": (50304, 768, None, False, False, F32),
+}
+
+
+@functools.cache
+def lowered(tile, m, n, k, out_dtype=F32, activation=None, has_bias=True, has_residual=True):
+    """The body of the CUDA kernel, its schedule, and its bytes of dynamic shared memory."""
+    chosen = schedule.swap_schedule(tile, m, n, k, BF16)
+    epilogue = (activation, has_bias, has_residual) if chosen.splits == 1 else (None, False, False)
+    with tile.target:
+        kernel = swap_gemm_kernel(tile, n, k, BF16, out_dtype, *epilogue, True, chosen)
+        artifact = tilelang.lower(kernel, target=tile.target)
+    functions = artifact.device_mod.functions.values()
+    shared = max(int(f.attrs.get("dyn_shared_memory_buf", 0)) for f in functions)
+    source = artifact.kernel_source
+    return source[source.rindex("__launch_bounds__") :], chosen, shared
+
+
+def positions(pattern, source):
+    return [match.start() for match in re.finditer(pattern, source)]
+
+
+@pytest.mark.parametrize(
+    ("arch", "n", "k", "wanted"),
+    [
+        ("sm_90a", 768, 3072, {"wgmma_ss", "tma_load"}),
+        ("sm_90a", 2304, 768, {"mma_sync", "ldmatrix", "tma_load"}),
+        ("sm_100a", 2304, 768, {"mma_sync", "ldmatrix", "tma_load"}),
+        ("sm_80", 768, 768, {"mma_sync", "ldmatrix", "cp_async_gs<16>"}),
+    ],
+)
+def test_tensor_cores_and_wide_copies_are_used(arch, n, k, wanted):
+    source, _, _ = lowered(Tile(arch), 8, n, k)
+    assert {word for word in wanted if word in source} == wanted
+    assert "atomic" not in source
+
+
+@pytest.mark.parametrize("case", ["o", "fc2", "head"])
+@pytest.mark.parametrize("m", [8, 64])
+def test_only_weights_are_read_ahead_of_the_kernel_before(case, m):
+    n, k, *epilogue = GPT2[case]
+    source, chosen, _ = lowered(H200, m, n, k, F32, *epilogue[:3])
+    (trigger,) = positions("cudaTriggerProgrammaticLaunchCompletion", source)
+    (sync,) = positions("cudaGridDependencySynchronize", source)
+    of_weights, of_rows = (
+        positions(r"tma_load\(W_desc", source),
+        positions(r"tma_load\(A_desc", source),
+    )
+    assert trigger < of_weights[0] < sync < of_rows[0]
+    first_ring = re.search(r"slot < (\d+)", source[:sync])
+    assert chosen.num_stages == (int(first_ring.group(1)) if first_ring else 1)
+    for tensor in ("C", "R", "bias"):
+        assert all(place > sync for place in positions(rf"\b{tensor}\[", source))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(8, 50304, 768), (64, 1600, 1600), (8, 4800, 1600)])
+def test_a_slot_is_filled_again_once_all_threads_have_read_it(m, n, k):
+    source, _, _ = lowered(H200, m, n, k)
+    loop = source[source.index(".wait(") :]
+    product = max(positions("mma_sync|wgmma_ss", loop))
+    refill = positions("tma_load", loop)[0]
+    assert "__syncthreads();" in loop[product:refill]
+    assert "warpgroup_wait<0>" in loop[product:refill] or "wgmma" not in loop
+    assert len(positions(r"arrive_and_expect_tx\(", source)) == 2  # first fill, and again
+
+
+def test_barriers_are_taken_by_all_threads():
+    for case in GPT2.values():
+        n, k, *epilogue = case
+        source, _, _ = lowered(H200, 8, n, k, F32, *epilogue[:3])
+        inside = re.findall(
+            r"if \(tl::tl_shuffle_elect<\d+>\(\)\) \{(.*?)\n  \}", source, re.DOTALL
+        )
+        assert not any("sync" in body for body in inside)
+
+
+@pytest.mark.parametrize("case", GPT2)
+def test_shared_memory_is_as_counted(case):
+    n, k, *epilogue = GPT2[case]
+    for m in (16, 64):
+        _, chosen, shared = lowered(H200, m, n, k, F32, *epilogue[:3])
+        assert shared == limits.shared_memory(H200, "swap_gemm", BF16, chosen)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_100a"])
+@pytest.mark.parametrize("width", [8, 64, 72, 768, 1024, 1280, 1600, 4096])
+def test_the_rules_keep_the_limits(arch, width):
+    tile = Tile(arch)
+    for m in (2, 16, 17, 33, 64):
+        for n, k in [
+            (1, width),
+            (77, width),
+            (3 * width, width),
+            (width, 4 * width),
+            (50304, width),
+        ]:
+            chosen = schedule.swap_schedule(tile, m, n, k, BF16)
+            assert limits.violation(tile, "swap_gemm", BF16, chosen) == ""
+            assert m <= chosen.block_m < max(17, 2 * m)
+            columns = chosen.block_k * math.ceil(k / chosen.block_k / chosen.splits)
+            assert columns * (chosen.splits - 1) < k <= columns * chosen.splits
+
+
+# On a GPU
+
+
+def check(m, n, k, dtype, activation=None, has_bias=True, has_residual=False, out_dtype=None):
+    draw, out_dtype = normal("cuda", dtype), out_dtype or dtype
+    x, weight = draw(m, k), draw(n, k, std=k**-0.5)
+    bias = draw(n) if has_bias else None
+    residual = normal("cuda", out_dtype, seed=1)(m, n) if has_residual else None
+    given = x, weight, bias, activation, residual
+    out = poisoned(m, n, device="cuda", dtype=out_dtype)
+    ops.linear(*given, out=out)
+    eager = ACTIVATIONS[activation](F.linear(x, weight, bias)).to(out_dtype)
+    assert_within_bound(
+        out, formula(*doubles(*given)), eager if residual is None else eager + residual
+    )
+    return given, out
+
+
+on_16_bits = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+ROWS = (2, 3, 8, 15, 16, 17, 32, 33, 64)
+
+
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("case", GPT2)
+@on_16_bits
+@needs_cuda
+def test_gpt2(m, case, dtype):
+    n, k, activation, has_bias, has_residual, out = GPT2[case]
+    check(m, n, k, dtype, activation, has_bias, has_residual,
+          torch.float32 if out == F32 else dtype)  # fmt: skip
+
+
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("n", [1, 77, 1000, 17000])
+@pytest.mark.parametrize("k", [8, 64, 72, 200, 1600])
+@needs_cuda
+def test_odd_sizes(m, n, k):
+    check(m, n, k, torch.bfloat16, "gelu_tanh", has_residual=True)
+
+
+@pytest.mark.parametrize("n", [1600, 4800, 6400, 50304])
+@pytest.mark.parametrize("m", [8, 64])
+@needs_cuda
+def test_gpt2_xl(m, n):
+    check(m, n, 1600, torch.bfloat16, out_dtype=torch.float32, has_residual=n == 1600)
+    if n == 1600:
+        check(m, n, 6400, torch.bfloat16, out_dtype=torch.float32, has_residual=True)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES.values(), ids=EPILOGUES)
+@pytest.mark.parametrize(("n", "k"), [(96, 72), (96, 1024)], ids=["whole", "split"])
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=str)
+@on_16_bits
+@needs_cuda
+def test_epilogues(n, k, epilogue, dtype, out_dtype):
+    check(9, n, k, dtype, *epilogue, out_dtype)
+
+
+@pytest.mark.parametrize("case", GPT2)
+@pytest.mark.parametrize("m", [8, 33])
+@needs_cuda
+def test_results_repeat_bit_for_bit(m, case):
+    n, k, activation, has_bias, has_residual, _ = GPT2[case]
+    given, out = check(
+        m, n, k, torch.bfloat16, activation, has_bias, has_residual, torch.float32
+    )  # fmt: skip
+    for _ in range(20):
+        again = poisoned(m, n, device="cuda")
+        ops.linear(*given, out=again)
+        assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@needs_cuda
+def test_a_chain_reads_what_the_kernel_before_wrote(captured):
+    """Two layers, each launched before the other has ended, whose input changes between runs."""
+    draw = normal("cuda", torch.bfloat16)
+    up, down = draw(3072, 768, std=768**-0.5), draw(768, 3072, std=3072**-0.5)
+    x, middle = draw(8, 768), draw(8, 3072)
+
+    def step():
+        ops.linear(x, up, None, "gelu_tanh", out=middle)
+        ops.linear(middle, down, out=x)
+
+    inputs = [draw(8, 768) for _ in range(20)]
+    wanted = []
+    for start in inputs:
+        x.copy_(start)
+        for _ in range(3):
+            step()
+            torch.cuda.synchronize()
+        wanted.append(x.clone())
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(3):
+                step()
+    for start, result in zip(inputs, wanted, strict=True):
+        x.copy_(start)
+        if captured:
+            graph.replay()
+        else:
+            for _ in range(3):
+                step()
+        assert torch.equal(x, result)
+
+
+@needs_cuda
+def test_weights_written_just_before_are_seen():
+    draw = normal("cuda", torch.bfloat16)
+    x, weight = draw(8, 768), draw(50304, 768, std=768**-0.5)
+    out = ops.linear(x, weight)
+    for _ in range(50):
+        weight.neg_()
+        out = out.neg()
+        assert torch.equal(ops.linear(x, weight), out)
+
+
+@needs_cuda
+def test_a_copied_weight_is_waited_for():
+    draw = normal("cuda", torch.bfloat16)
+    x, weight = draw(8, 768), draw(768, 4096, std=768**-0.5)
+    wanted = ops.linear(x, weight.T.contiguous())
+    for _ in range(20):
+        out = ops.linear(x, weight.T)
+        assert_within_bound(out, F.linear(x.double(), weight.T.double()), wanted)
+
+
+@needs_cuda
+def test_infinite_and_nan_rows_stay_in_their_rows():
+    draw = normal("cuda", torch.bfloat16)
+    x, weight = draw(5, 72), draw(96, 72)
+    x[0, 4], x[1, 71] = math.nan, math.inf
+    out = ops.linear(x, weight)
+    assert out[0].isnan().all()
+    assert out[1].isinf().all()
+    assert out[2:].isfinite().all()
