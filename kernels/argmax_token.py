@@ -21,11 +21,14 @@ def argmax_macro(valid: int):
         """token and top = the first of the largest columns of P[row] and its value, or a NaN's."""
         values = T.alloc_shared((WARPS,), "float32")
         columns = T.alloc_shared((WARPS,), "int32")
-        top[0] = -T.infinity("float32")
-        token[0] = valid - 1
-        for i in T.unroll(-(-valid // NUM_THREADS)):
-            if i * NUM_THREADS + tx < valid:
-                _keep_better(top, token, P[row, i * NUM_THREADS + tx], i * NUM_THREADS + tx)
+        count = -(-valid // NUM_THREADS)
+        p = T.alloc_local((count,), "float32")
+        for i in T.unroll(count):  # all loads are on their way before the first is compared
+            p[i] = P[row, T.min(i * NUM_THREADS + tx, valid - 1)]
+        top[0] = p[0]
+        token[0] = T.min(tx, valid - 1)
+        for i in T.unroll(1, count):
+            _keep_better(top, token, p[i], T.min(i * NUM_THREADS + tx, valid - 1))
         for z in T.unroll(5):
             _keep_better(top, token, T.shfl_xor(top[0], 1 << z), T.shfl_xor(token[0], 1 << z))
         if tx % 32 == 0:

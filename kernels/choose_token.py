@@ -13,17 +13,21 @@ from torch import Tensor
 from minifused.kernels.argmax_token import argmax_macro
 from minifused.kernels.build import compile_kernel, tile_for
 from minifused.kernels.draw_token import NUM_THREADS, draw_macro
+from minifused.kernels.philox import philox_uniform
 from minifused.kernels.tile import Tile
 
 
-def choose_token_kernel(tile: Tile, n: int, valid: int, greedy: bool, eos: int):
+def choose_token_kernel(
+    tile: Tile, n: int, valid: int, greedy: bool, eos: int, advances: bool
+):  # fmt: skip
     """Build the choice among the first `valid` columns of P (b, n), float32; b is dynamic.
 
     `greedy` takes the first maximum of P, which may be logits; otherwise P are probabilities, all
-    NaN where there are none to draw from, and the token is drawn with uniforms[steps[b], b]. It
-    goes to tokens[b] and to row steps[b] of `chosen`; `finite` has there whether P was usable. A
-    row that is `going` (1 or 0) then has one token less `left`, and goes on while there are some
-    and the token is not `eos` (-1 for none). steps[b] grows by 1; past the tables nothing is noted.
+    NaN where there are none to draw from, and the token is drawn with the random number of (seed,
+    samples[b], starts[b] + steps[b]). It goes to tokens[b] and to row steps[b] of `chosen`;
+    `finite` has there whether P was usable. A row that is `going` (1 or 0) gets one more of
+    `lengths`, if that `advances`, and one token less `left`; it goes on while there are some and
+    the token is not `eos` (-1 for none). steps[b] grows by 1; past the tables nothing is noted.
     """
     batch, capacity = T.dynamic("batch"), T.dynamic("capacity")
     draw, argmax = draw_macro(valid), argmax_macro(valid)
@@ -31,13 +35,16 @@ def choose_token_kernel(tile: Tile, n: int, valid: int, greedy: bool, eos: int):
     @T.prim_func
     def choose_token(
         P: T.Tensor((batch, n), "float32"),
-        uniforms: T.Tensor((capacity, batch), "float32"),
+        seed: T.Tensor((1,), "int64"),
+        samples: T.Tensor((batch,), "int64"),
+        starts: T.Tensor((batch,), "int32"),
         steps: T.Tensor((batch,), "int64"),
         chosen: T.Tensor((capacity, batch), "int64"),
         finite: T.Tensor((capacity, batch), "uint8"),
         tokens: T.Tensor((batch,), "int64"),
         left: T.Tensor((batch,), "int32"),
         going: T.Tensor((batch,), "int32"),
+        lengths: T.Tensor((batch,), "int32"),
     ):
         with T.Kernel(batch, threads=NUM_THREADS) as row:
             tx = T.get_thread_binding()
@@ -45,6 +52,7 @@ def choose_token_kernel(tile: Tile, n: int, valid: int, greedy: bool, eos: int):
             top = T.alloc_local((1,), "float32")
             step = T.alloc_local((1,), "int64")
             goes_on = T.alloc_local((1,), "int32")
+            uniform = T.alloc_local((1,), "float32")
             tile.pdl_trigger()
             tile.pdl_sync()
             step[0] = steps[row]
@@ -52,13 +60,17 @@ def choose_token_kernel(tile: Tile, n: int, valid: int, greedy: bool, eos: int):
                 argmax(P, row, tx, token, top)
             else:
                 top[0] = P[row, T.min(tx, valid - 1)]  # all of a row is NaN, or none
-                draw(P, row, uniforms[step[0], row], tx, token)
+                position = T.cast(starts[row], "int64") + step[0]
+                philox_uniform(seed[0], samples[row], position, uniform)
+                draw(P, row, uniform[0], tx, token)
             if tx == 0:
                 tokens[row] = T.cast(token[0], "int64")
                 if step[0] < capacity:
                     chosen[step[0], row] = T.cast(token[0], "int64")
                     finite[step[0], row] = T.cast(T.isfinite(top[0]), "uint8")
                 goes_on[0] = going[row]
+                if advances:
+                    lengths[row] += goes_on[0]
                 left[row] -= goes_on[0]
                 goes_on[0] *= T.min(left[row], 1)
                 going[row] = T.if_then_else(token[0] == eos, 0, goes_on[0])
@@ -69,15 +81,16 @@ def choose_token_kernel(tile: Tile, n: int, valid: int, greedy: bool, eos: int):
 
 @functools.cache
 def _select(
-    device: torch.device, n: int, valid: int, greedy: bool, eos: int
+    device: torch.device, n: int, valid: int, greedy: bool, eos: int, advances: bool
 ) -> Callable[..., None]:
-    return compile_kernel(choose_token_kernel, tile_for(device), n, valid, greedy, eos)
+    tile = tile_for(device)
+    return compile_kernel(choose_token_kernel, tile, n, valid, greedy, eos, advances)
 
 
 def choose_token(
     scores: Tensor,
     valid: int,
-    uniforms: Tensor | None,
+    random: tuple[Tensor, Tensor, Tensor] | None,
     eos: int,
     steps: Tensor,
     chosen: Tensor,
@@ -85,11 +98,18 @@ def choose_token(
     tokens: Tensor,
     left: Tensor,
     going: Tensor,
+    lengths: Tensor | None,
 ) -> None:
-    """Choose from scores (b, n): the largest without `uniforms`, otherwise drawn; see the builder.
+    """Choose from scores (b, n): the largest, or drawn with `random` numbers; see the builder.
 
-    uniforms (capacity, b) float32, chosen (capacity, b) int64, finite (capacity, b) bool, steps and
-    tokens (b,) int64, left and going (b,) int32; all contiguous.
+    random: seed (1,) and samples (b,) int64, starts (b,) int32. chosen (capacity, b) int64, finite
+    (capacity, b) bool, steps and tokens (b,) int64, left, going and lengths (b,) int32; all
+    contiguous.
     """
-    kernel = _select(scores.device, scores.shape[1], valid, uniforms is None, eos)
-    kernel(scores, uniforms, steps, chosen, finite.view(torch.uint8), tokens, left, going)
+    greedy, advances = random is None, lengths is not None
+    kernel = _select(scores.device, scores.shape[1], valid, greedy, eos, advances)
+    seed, samples, starts = random or (None, None, None)
+    kernel(
+        scores, seed, samples, starts, steps, chosen, finite.view(torch.uint8), tokens, left, going,
+        lengths,
+    )  # fmt: skip

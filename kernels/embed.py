@@ -15,8 +15,10 @@ from minifused.kernels.tile import Tile
 MAX_COLUMNS_A_BLOCK = 1024
 
 
-def embed_kernel(tile: Tile, width: int, dtype: str, schedule: RowSchedule):
+def embed_kernel(tile: Tile, width: int, dtype: str, has_ends: bool, schedule: RowSchedule):
     """Build X (b, t, width) = wte[tokens[b, t]] + wpe[starts[b] + t], float32.
+
+    With `has_ends`, ends[b] = starts[b] + t where counts[b] is 1, and 0 where it is 0.
 
     wte (vocab, width) and wpe (positions, width) have `dtype`; b, t, vocab and positions are
     dynamic. A position past the last one is taken for it; a token that is none gives NaN.
@@ -33,12 +35,17 @@ def embed_kernel(tile: Tile, width: int, dtype: str, schedule: RowSchedule):
         wte: T.Tensor((vocab, width), dtype),
         wpe: T.Tensor((positions, width), dtype),
         X: T.Tensor((batch, length, width), "float32"),
+        counts: T.Tensor((batch,), "int32"),
+        ends: T.Tensor((batch,), "int32"),
     ):
         with T.Kernel(*grid, threads=schedule.num_threads) as (bx, by, bz):
             tile.pdl_trigger()
             tile.pdl_sync()
             token = tokens[bz, bx]
             position = T.min(starts[bz] + bx, positions - 1)
+            if has_ends:
+                if bx + by == 0:
+                    ends[bz] = (starts[bz] + length) * counts[bz]
             for j in tile.parallel(block_n):
                 col = by * block_n + j
                 if col < width:
@@ -52,12 +59,26 @@ def embed_kernel(tile: Tile, width: int, dtype: str, schedule: RowSchedule):
 
 
 @functools.cache
-def _select(device: torch.device, width: int, dtype: torch.dtype) -> Callable[..., None]:
+def _select(
+    device: torch.device, width: int, dtype: torch.dtype, has_ends: bool
+) -> Callable[..., None]:
     tile = tile_for(device)
     schedule = row_schedule(tile, width, MAX_COLUMNS_A_BLOCK)
-    return compile_kernel(embed_kernel, tile, width, dtype_name(dtype), schedule)
+    return compile_kernel(embed_kernel, tile, width, dtype_name(dtype), has_ends, schedule)
 
 
-def embed(tokens: Tensor, starts: Tensor, wte: Tensor, wpe: Tensor, out: Tensor) -> None:
-    """Write the embeddings of tokens (b, t) from positions starts (b,) on to out (b, t, width)."""
-    _select(out.device, out.shape[2], wte.dtype)(tokens, starts, wte, wpe, out)
+def embed(
+    tokens: Tensor,
+    starts: Tensor,
+    wte: Tensor,
+    wpe: Tensor,
+    out: Tensor,
+    counts: Tensor | None = None,
+    ends: Tensor | None = None,
+) -> None:
+    """Write the embeddings of tokens (b, t) from positions starts (b,) on to out (b, t, width).
+
+    With counts (b,) int32, 0 or 1, also write the positions' ends (b,), 0 where the count is.
+    """
+    kernel = _select(out.device, out.shape[2], wte.dtype, ends is not None)
+    kernel(tokens, starts, wte, wpe, out, counts, ends)

@@ -28,10 +28,15 @@ MAX_SPLIT = MAX_PIECES * PIECES[1]  # columns of a row
 
 
 def split_schedule(rows: int, n: int, dtype: str) -> RowSchedule:
-    """The columns of a piece, and the threads that share them."""
+    """The columns of a piece, and the threads that share them.
+
+    float32 rows are cut alike whatever their number: a row of a length that is a multiple of a
+    vector has the same result, bit for bit, alone and among up to 264.
+    """
     least, most = PIECES
-    columns = min(most, max(least, next_power_of_2(rows * n // BLOCKS)))
-    columns = max(columns, next_power_of_2(-(-min(n, MAX_SPLIT) // MAX_PIECES)))
+    columns = least if dtype == "float32" else next_power_of_2(rows * n // BLOCKS)
+    columns = max(columns, least, next_power_of_2(-(-min(n, MAX_SPLIT) // MAX_PIECES)))
+    columns = min(columns, most)
     width = VECTOR_BYTES // ITEM_BYTES[dtype]
     return RowSchedule(columns, min(256, columns // width))
 
@@ -67,8 +72,8 @@ def piece_sums_kernel(
             piece_sum = tile.fragment((1,), "float32")
             if r.fast_math:
                 T.annotate_compile_flags(FAST_MATH)
+            tile.pdl_trigger()
             tile.pdl_sync()
-            tile.pdl_trigger()  # not before: the second kernel reads X as soon as it starts
             X = T.reshape(X, (m * n,))
             start = T.cast(row, "int64") * n
             first, last = r.span(start)
@@ -113,14 +118,13 @@ def piece_values_kernel(
             if r.fast_math:
                 T.annotate_compile_flags(FAST_MATH)
             tile.pdl_trigger()
+            tile.pdl_sync()
             X, Y = T.reshape(X, (m * n,)), T.reshape(Y, (m * n,))
             start = T.cast(row, "int64") * n
             first, last = r.span(start)
             at = first + piece * r.stride
-            # X was whole before piece_sums let this kernel start; P is behind the sync.
             load_up_to(r, X, at, last, x)
             load_edges(r, X, start, first, last, piece == 0, piece == pieces - 1, edges)
-            tile.pdl_sync()
             T.fill(maximum, -T.infinity("float32"))
             T.clear(total)
             for i in tile.parallel(r.lanes):

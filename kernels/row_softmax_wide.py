@@ -3,6 +3,8 @@
 What fits of a row stays in shared memory between its two passes; only the rest is read again.
 """
 
+import math
+
 import tilelang.language as T
 
 from minifused.kernels.limits import ITEM_BYTES, shared_memory_limit
@@ -30,6 +32,16 @@ def wide_schedule(dtype: str) -> RowSchedule:
     return RowSchedule(THREADS * VECTORS * VECTOR_BYTES // ITEM_BYTES[dtype], THREADS)
 
 
+def whole_steps(r: RowLanes, n: int) -> int:
+    """Steps that every row of n columns has whole vectors for, wherever it begins.
+
+    A row may have one more, but a loop has to do without it: of a count that is 0 or 1 by the row,
+    TileLang 0.1.15 makes code that runs once in all.
+    """
+    head = r.width - math.gcd(n, r.width)  # at most
+    return max(0, r.valid - head) // r.width // r.stride
+
+
 def kept_vectors(r: RowLanes, dtype: str, blocks: int) -> int:
     """Vectors of a row that stay in shared memory, if so many blocks are to share an SM."""
     budget = max(0, shared_memory_limit(r.tile) // blocks - REDUCTION_BYTES)
@@ -55,7 +67,10 @@ def wide_softmax_kernel(
     r = row_lanes(tile, valid, dtype, out_dtype, schedule)
     blocks = min(blocks, max(1, 1024 // r.lanes))  # a thread needs up to 64 registers
     room = kept_vectors(r, dtype, blocks)
-    whole, kept_steps = room == valid // r.width, room // r.stride
+    whole = room == valid // r.width
+    steps, kept_steps = whole_steps(r, n), room // r.stride
+    done = steps * r.stride
+    blocks_left = -(-(valid // r.width - done) // r.lanes)  # the last may find no vector in a row
     m = T.dynamic("m", "int64")
 
     @T.prim_func
@@ -79,7 +94,6 @@ def wide_softmax_kernel(
             X, Y = T.reshape(X, (m * n,)), T.reshape(Y, (m * n,))
             start = T.cast(row, "int64") * n
             first, last = r.span(start)
-            steps = (last - first) // r.stride
             T.fill(maximum, -T.infinity("float32"))
             T.clear(total)
             load_edges(r, X, start, first, last, True, True, edges)
@@ -89,8 +103,8 @@ def wide_softmax_kernel(
                 if step < kept_steps:
                     keep(r, x, step * r.stride, room, kept)
                 add(r, x, maximum, total, shift)
-            for block in T.serial(T.ceildiv(last - first - steps * r.stride, r.lanes)):
-                at = steps * r.stride + block * r.lanes
+            for block in T.serial(blocks_left):
+                at = done + block * r.lanes
                 load_up_to(r, X, first + at, last, rest)
                 if whole:
                     keep(r, rest, at, last - first, kept)
@@ -99,8 +113,8 @@ def wide_softmax_kernel(
             for i in tile.parallel(1):
                 inverse[i] = 1.0 / inverse[i]
             store_edges(r, edges, start, n, first, last, True, True, Y, row_max, inverse)
-            for block in T.serial(T.ceildiv(last - first - steps * r.stride, r.lanes)):
-                at = steps * r.stride + block * r.lanes
+            for block in T.serial(blocks_left):
+                at = done + block * r.lanes
                 if whole:
                     load_up_to(r, kept, at, last - first, rest)
                 else:

@@ -204,11 +204,15 @@ def gemv_schedule(tile: Tile, n: int, k: int, dtype: str, whole_rows: bool) -> G
 
 
 def _gemv_rule(n: int, k: int, whole_rows: bool) -> GemvSchedule:
-    """About 8 warps a block, and 20 to 60 registers of weights a thread."""
-    split_k = 1 if whole_rows else -(-k // (256 if k <= 1024 else 1280))
-    vectors = -(-k // (256 * split_k))
-    warp_n = min(4 if n > 1 << 15 else 3 if n >= 3072 else 2, max(1, 16 // vectors))
-    return GemvSchedule(-(-8 // split_k) * warp_n, warp_n, split_k, 2)
+    """As measured on whole steps of GPT-2: what each block does to the row wants large blocks."""
+    split_k, groups, warp_n = 1, 8, 4 if n >= 3072 else 2
+    if not whole_rows and k <= 1024:
+        split_k = max(1, k // 256)
+    elif not whole_rows:
+        split_k, groups, warp_n = (1, 16, 1) if k <= 2048 else (-(-k // 1280), 8, 1)
+    vectors = -(-k // (256 * split_k))  # of a row, in registers
+    warp_n = min(warp_n, max(1, 16 // vectors))
+    return GemvSchedule(-(-groups // split_k) * warp_n, warp_n, split_k, 2)
 
 
 def attention_schedule(
@@ -250,13 +254,15 @@ def decode_attention_schedule(
     return tuned(tile, "decode_attention", bucket, dtype, rule, head_dim)
 
 
-SPLIT_BLOCKS = 2 * 132  # two for each SM of an H200
+SPLIT_BLOCKS = 132  # an H200's SMs
 MAX_SPLITS = 16
-MIN_SPLIT_KEYS = 128  # fewer do not pay for the merge
+MIN_SPLIT_KEYS = 160  # fewer do not pay for the merge
 
 
 def split_schedule(blocks: int, capacity: int) -> SplitSchedule:
     """Of split-KV decoding: `blocks` is the batch times the heads."""
     most = min(MAX_SPLITS, SPLIT_BLOCKS // max(1, blocks), capacity // MIN_SPLIT_KEYS)
     splits = 1 << max(1, most).bit_length() - 1
-    return SplitSchedule(splits, 4, 256)
+    if splits > 1:
+        return SplitSchedule(splits, 4, 256)
+    return SplitSchedule(1, 2, 512 if blocks <= SPLIT_BLOCKS else 256)

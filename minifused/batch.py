@@ -79,7 +79,9 @@ class Batch:
         self.going = new(torch.int32, size)  # 1 where a row goes on, otherwise 0
         self.left = new(torch.int32, size)  # tokens that a row may still get
         self.step_index = new(torch.int64, size)  # the same of all rows
-        # By step: random numbers, and what the host will read.
+        self.seed = new(torch.int64, 1)
+        self.samples = new(torch.int64, size)  # the rows' random streams
+        # By step: random numbers, unless the last kernel makes them, and what the host will read.
         self.uniforms = new(torch.float32, capacity, size)
         self.chosen = new(torch.int64, capacity, size)
         self.finite = new(torch.bool, capacity, size)
@@ -90,8 +92,7 @@ class Batch:
         padded = device.type == "cuda" and isinstance(model, GPTModel)  # the twin takes no padding
         self._multiple = PREFILL_MULTIPLE if padded else 1
         self._graphs = Graphs() if graph else None
-        # The end of a step in one kernel; the twin's is written apart from it.
-        self._choose = self._choose_fused if padded else self._choose_unfused
+        self.fused = padded  # the end of a step in one kernel, or as operators of PyTorch
 
     def begin(
         self,
@@ -111,13 +112,15 @@ class Batch:
         self.longest = max(lengths)
         padded = [[*prompt, *[0] * (self.longest - len(prompt))] for prompt in prompts]
         padded += [[0] * self.longest] * spare
-        self.prompt[:, : self.longest] = self._tensor(padded, torch.int64)
-        self.lengths.copy_(self._tensor(lengths, torch.int32))
-        self.left.copy_(self._tensor([*steps, *[0] * spare], torch.int32))
+        _put(self.prompt[:, : self.longest], padded)
+        _put(self.lengths, lengths)
+        _put(self.left, [*steps, *[0] * spare])
         self.going.copy_(self.lengths.clamp(max=1))
-        streams = self._tensor([*samples, *[0] * spare], torch.int64)
-        positions = self.lengths + torch.arange(max(steps), device=self.device)[:, None]
-        self.uniforms[: max(steps)] = philox_uniform(seed, streams, positions)
+        self.seed.fill_(seed)
+        _put(self.samples, [*samples, *[0] * spare])
+        if not self.fused:
+            positions = self.lengths + torch.arange(max(steps), device=self.device)[:, None]
+            self.uniforms[: max(steps)] = philox_uniform(seed, self.samples, positions)
         self.step_index.zero_()
         self.cache.reset()
         if self.seen is not None:
@@ -143,7 +146,7 @@ class Batch:
     def stop(self, going: Sequence[bool]) -> None:
         """Let those rows stand still that do not go on."""
         rows = [*going, *[False] * (self.size - len(going))]
-        self.left.mul_(self._tensor(rows, torch.int32))
+        self.left.mul_(torch.tensor(rows, dtype=torch.int32).to(self.device, non_blocking=True))
         self.going.mul_(self.left.clamp(max=1))
 
     def prefill(self) -> Tensor:
@@ -163,31 +166,39 @@ class Batch:
 
     def _prefill(self, length: int) -> Tensor:
         self.cache.reset()
-        return self._choose(self._forward(self.prompt[:, :length], self.lengths))
+        scores = self._forward(self.prompt[:, :length], self.lengths, advance=True)
+        return self._choose_fused(scores, None) if self.fused else self._choose(scores)
 
     def _step(self) -> Tensor:
-        if isinstance(self.cache, KVCache):
-            self.cache.longest = 0  # only the device knows it, and keeps rows within the cache
-        return self._choose(self._forward(self.tokens, self.going))
+        cache = self.cache
+        if isinstance(cache, KVCache):
+            cache.longest = 0  # only the device knows it, and keeps rows within the cache
+        scores = self._forward(self.tokens, self.going, advance=not self.fused)
+        if self.fused and isinstance(cache, KVCache):
+            return self._choose_fused(scores, cache.lengths)
+        return self._choose(scores)
 
-    def _forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+    def _forward(self, tokens: Tensor, counts: Tensor, advance: bool) -> Tensor:
         """Scores (size, V), or more columns than that, of each row's next token."""
         if isinstance(self.model, GPTModel) and isinstance(self.cache, KVCache):
-            return self.model.padded_logits(tokens, self.cache, True, counts)[:, -1]
+            return self.model.padded_logits(tokens, self.cache, True, counts, advance)[:, -1]
         return self.model(tokens, self.cache, last_only=True)[:, -1]  # of one length, all going
 
-    def _choose_fused(self, scores: Tensor) -> Tensor:
-        """As `_choose_unfused`, in one kernel behind what the choice asks for."""
+    def _choose_fused(self, scores: Tensor, lengths: Tensor | None) -> Tensor:
+        """As `_choose`, in one kernel behind what the choice asks for.
+
+        It also counts the position that rows got in the cache, if given its lengths.
+        """
         logits, params = scores[:, : self.vocab_size], self.choice.params
         if params.is_plain:
             weights = scores if params.is_greedy else ops.softmax(scores, self.vocab_size)
         else:
             weights = scores_to_draw(logits, params, self.softmax, self.seen)
-        uniforms = None if params.is_greedy else self.uniforms
+        random = None if params.is_greedy else (self.seed, self.samples, self.lengths)
         eos = -1 if self.choice.eos is None else self.choice.eos
         ops.choose_token(
-            weights, self.vocab_size, uniforms, eos, self.step_index, self.chosen, self.finite,
-            self.tokens.view(-1), self.left, self.going,
+            weights, self.vocab_size, random, eos, self.step_index, self.chosen, self.finite,
+            self.tokens.view(-1), self.left, self.going, lengths,
         )  # fmt: skip
         if not params.is_plain:  # a filter may drop what is not finite
             self._note(self.finite, finite_rows(logits))
@@ -201,7 +212,7 @@ class Batch:
         """Write what belongs to the step that has just been counted."""
         table.index_copy_(0, self.step_index[:1] - 1, row[None])
 
-    def _choose_unfused(self, scores: Tensor) -> Tensor:
+    def _choose(self, scores: Tensor) -> Tensor:
         """Draw a token of each row by its scores, and note all that a step leaves.
 
         Returns the logits (size, vocab_size).
@@ -227,8 +238,11 @@ class Batch:
     def _zeros(self, dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def _tensor(self, values: Sequence, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
+
+def _put(target: Tensor, values: Sequence) -> None:
+    """Write values of the host to a tensor; no waiting, since page-locked memory needs none."""
+    source = torch.tensor(values, dtype=target.dtype, pin_memory=target.is_cuda)
+    target.copy_(source, non_blocking=True)
 
 
 class Chunk:

@@ -30,7 +30,7 @@ class KVCache:
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
         self.lengths = torch.zeros(batch_size, device=device, dtype=torch.int32)
-        self.ends = self.lengths
+        self.ends = torch.zeros_like(self.lengths)
         self.longest = 0
 
     @property

@@ -185,28 +185,35 @@ class GPTModel(nn.Module):
         cache: KVCache | None = None,
         last_only: bool = False,
         lengths: Tensor | None = None,
+        advance: bool = True,
     ) -> Tensor:
-        """As `forward`, with scores of no token behind those of the vocabulary's."""
-        batch, count = tokens.shape
-        self._require_room(count, cache)
-        if cache is None:
-            starts = torch.zeros(batch, dtype=torch.int32, device=tokens.device)
-        else:
-            starts = cache.lengths
-            if lengths is None or count > 1:
-                cache.ends = starts + count
-            else:  # who stands still attends to nothing
-                cache.ends = torch.addcmul(lengths, starts, lengths)
-        x = ops.embed(tokens, starts, self.wte["weight"], self.wpe["weight"])  # (B, T, C)
+        """As `forward`, with scores of no token behind those of the vocabulary's.
+
+        Unless `advance`, whoever calls counts the cache's new positions.
+        """
+        self._require_room(tokens.shape[1], cache)
+        x = self._embed(tokens, cache, lengths)  # (B, T, C)
         for block in self.h:
             x = block(x, cache)
-        if cache is not None:
+        if cache is not None and advance:
+            count = tokens.shape[1]
             cache.advance(count if lengths is None else lengths, cache.longest + count)
         if last_only:
             x = _last_valid(x, lengths)
         head = self.wte if self.config.tie_word_embeddings else self.lm_head
         norm = self.ln_f.weight, self.ln_f.bias, self.config.layer_norm_epsilon
         return ops.norm_linear(x, *norm, head["weight"], out_dtype=torch.float32)
+
+    def _embed(self, tokens: Tensor, cache: KVCache | None, lengths: Tensor | None) -> Tensor:
+        weights = self.wte["weight"], self.wpe["weight"]
+        if cache is None:
+            starts = torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device)
+            return ops.embed(tokens, starts, *weights)
+        if lengths is None or tokens.shape[1] > 1:
+            torch.add(cache.lengths, tokens.shape[1], out=cache.ends)
+            return ops.embed(tokens, cache.lengths, *weights)
+        # A step of rows of which some may stand still, and then attend to nothing.
+        return ops.embed(tokens, cache.lengths, *weights, lengths, cache.ends)
 
     def _require_room(self, count: int, cache: KVCache | None) -> None:
         limit, end = self.config.n_positions, count

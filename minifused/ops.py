@@ -803,16 +803,17 @@ def layer_norm(
 # The ends of a step: tokens (B, T) to the residual stream, and scores (B, V) to tokens
 
 
-def _embed_empty(tokens, starts, wte, wpe) -> Tensor:
+def _embed_empty(tokens, starts, wte, wpe, counts=None, ends=None) -> Tensor:
     return wte.new_empty((*tokens.shape, wte.shape[1]), dtype=torch.float32)
 
 
 @_float32_on_cpu
-def _launch_embed(wte, wpe, tokens, starts, *, out) -> None:
-    embed_kernel(tokens.contiguous(), starts.contiguous(), _dense(wte), _dense(wpe), out)
+def _launch_embed(wte, wpe, tokens, starts, counts, ends, *, out) -> None:
+    tokens, starts = tokens.contiguous(), starts.contiguous()
+    embed_kernel(tokens, starts, _dense(wte), _dense(wpe), out, counts, ends)
 
 
-def _embed(tokens, starts, wte, wpe) -> Tensor:
+def _embed(tokens, starts, wte, wpe, counts=None, ends=None) -> Tensor:
     _require_float("wte", wte)
     if tokens.dim() != 2 or tokens.dtype != torch.int64:
         _refuse("tokens", tokens, "(B, T), torch.int64")
@@ -820,33 +821,52 @@ def _embed(tokens, starts, wte, wpe) -> Tensor:
         _refuse("wte", wte, "(V, C)")
     _require_like("wpe", wpe, (wpe.shape[0], wte.shape[1]), wte)
     _require_lengths("starts", starts, tokens.shape[0], tokens)
+    if ends is not None:
+        _require_lengths("counts", counts, tokens.shape[0], tokens)
+        _require_state("ends", ends, (tokens.shape[0],), torch.int32, tokens)
     _require_grid("the batch size", tokens.shape[0], wte)
     out = _embed_empty(tokens, starts, wte, wpe)
     if out.numel():
-        _launch_embed(wte, wpe, tokens, starts, out=out)
+        counts = counts if counts is None else counts.contiguous()
+        _launch_embed(wte, wpe, tokens, starts, counts, ends, out=out)
     return out
 
 
 _embed_op = _define(
-    "embed(Tensor tokens, Tensor starts, Tensor wte, Tensor wpe) -> Tensor", _embed, _embed_empty
+    "embed(Tensor tokens, Tensor starts, Tensor wte, Tensor wpe, Tensor? counts=None, "
+    "Tensor(a!)? ends=None) -> Tensor",
+    _embed,
+    _embed_empty,
 )
 
 
-def embed(tokens: Tensor, starts: Tensor, wte: Tensor, wpe: Tensor) -> Tensor:
+def embed(
+    tokens: Tensor,
+    starts: Tensor,
+    wte: Tensor,
+    wpe: Tensor,
+    counts: Tensor | None = None,
+    ends: Tensor | None = None,
+) -> Tensor:
     """The sum of token and position embeddings, where the residual stream begins.
 
     Args:
         tokens: (B, T) int64. One that wte does not have gives NaN.
         starts: (B,) int32, the positions of the rows' first tokens; past wpe's last it is taken.
         wte: (V, C). wpe: (P, C), of the same dtype.
+        counts: (B,) int32, 1 where a row goes on, otherwise 0; for `ends`.
+        ends: (B,) int32, gets starts + T where a row goes on, otherwise 0.
 
     Returns:
         (B, T, C), float32.
     """
-    return _embed_op(tokens, starts, wte, wpe)
+    return _embed_op(tokens, starts, wte, wpe, counts, ends)
 
 
-def _choose_token(scores, valid, uniforms, eos, steps, chosen, finite, tokens, left, going) -> None:
+def _choose_token(
+    scores, valid, seed, samples, starts, eos, steps, chosen, finite, tokens, left, going,
+    lengths=None,
+) -> None:  # fmt: skip
     batch, capacity = scores.shape[0], chosen.shape[0]
     if scores.dim() != 2 or scores.dtype != torch.float32 or not scores.is_cuda:
         _refuse("scores", scores, "(B, N), torch.float32 on a GPU")
@@ -854,20 +874,23 @@ def _choose_token(scores, valid, uniforms, eos, steps, chosen, finite, tokens, l
         raise ValueError(
             f"valid is {valid}: expected 1 to {scores.shape[1]}, the columns of scores"
         )
-    tables = [("chosen", chosen, torch.int64), ("finite", finite, torch.bool)]
-    if uniforms is not None:
-        tables.append(("uniforms", uniforms, torch.float32))
-    for name, table, dtype in tables:
+    for name, table, dtype in (("chosen", chosen, torch.int64), ("finite", finite, torch.bool)):
         _require_state(name, table, (capacity, batch), dtype, scores)
     for name, row, dtype in (
         ("steps", steps, torch.int64), ("tokens", tokens, torch.int64),
         ("left", left, torch.int32), ("going", going, torch.int32),
+        ("lengths", lengths, torch.int32), ("samples", samples, torch.int64),
+        ("starts", starts, torch.int32),
     ):  # fmt: skip
-        _require_state(name, row, (batch,), dtype, scores)
+        if row is not None:
+            _require_state(name, row, (batch,), dtype, scores)
+    random = None
+    if seed is not None:
+        _require_state("seed", seed, (1,), torch.int64, scores)
+        random = seed, samples, starts
+    state = steps, chosen, finite, tokens, left, going, lengths
     if batch:
-        choose_token_kernel(
-            _dense(scores), valid, uniforms, eos, steps, chosen, finite, tokens, left, going
-        )
+        choose_token_kernel(_dense(scores), valid, random, eos, *state)
 
 
 def _require_state(
@@ -879,9 +902,9 @@ def _require_state(
 
 
 _choose_token_op = _define(
-    "choose_token(Tensor scores, int valid, Tensor? uniforms, int eos, Tensor(a!) steps, "
-    "Tensor(b!) chosen, Tensor(c!) finite, Tensor(d!) tokens, Tensor(e!) left, Tensor(f!) going) "
-    "-> ()",
+    "choose_token(Tensor scores, int valid, Tensor? seed, Tensor? samples, Tensor? starts, "
+    "int eos, Tensor(a!) steps, Tensor(b!) chosen, Tensor(c!) finite, Tensor(d!) tokens, "
+    "Tensor(e!) left, Tensor(f!) going, Tensor(g!)? lengths=None) -> ()",
     _choose_token,
     _writes,
 )
@@ -890,7 +913,7 @@ _choose_token_op = _define(
 def choose_token(
     scores: Tensor,
     valid: int,
-    uniforms: Tensor | None,
+    random: tuple[Tensor, Tensor, Tensor] | None,
     eos: int,
     steps: Tensor,
     chosen: Tensor,
@@ -898,16 +921,18 @@ def choose_token(
     tokens: Tensor,
     left: Tensor,
     going: Tensor,
+    lengths: Tensor | None = None,
 ) -> None:
     """Choose each row's next token, and note what a step leaves, in one kernel on a GPU.
 
-    The tokens are those of `sampling.draw`, or of argmax without `uniforms`.
+    The tokens are those of `sampling.draw` with `sampling.philox_uniform`, or of argmax.
 
     Args:
         scores: (B, N) float32: probabilities to draw from, or what to take the largest of.
         valid: how many columns there are to choose from, the first ones.
-        uniforms: (capacity, B) float32 in [0, 1), by step; None: the largest score, and of equal
-            ones the first.
+        random: seed (1,) int64, samples (B,) int64, the rows' random streams, and starts (B,)
+            int32, the positions of their first steps in these. None: the largest score, and of
+            equal ones the first.
         eos: the token that ends a row, -1 if none does.
         steps: (B,) int64, the step of each row; grows by 1.
         chosen, finite: (capacity, B), int64 and bool: row `steps` gets the token, and whether the
@@ -915,8 +940,10 @@ def choose_token(
         tokens: (B,) int64, gets the token.
         left: (B,) int32, how many tokens a row may still get; one less if it is going.
         going: (B,) int32, 1 where a row goes on, otherwise 0.
+        lengths: (B,) int32, how many positions of a row are cached; one more if it was going.
     """
-    _choose_token_op(scores, valid, uniforms, eos, steps, chosen, finite, tokens, left, going)
+    state = steps, chosen, finite, tokens, left, going, lengths
+    _choose_token_op(scores, valid, *(random or (None, None, None)), eos, *state)
 
 
 # Vector addition: x and y of any one shape

@@ -14,10 +14,11 @@ from minifused.kernels.choose_token import choose_token, choose_token_kernel
 from minifused.kernels.embed import embed, embed_kernel
 from minifused.kernels.schedule import row_schedule
 from minifused.kernels.tile import Tile
-from minifused.sampling import draw, finite_rows
+from minifused.sampling import draw, finite_rows, philox_uniform
 
-LAST_UNIFORM = 1 - 2.0**-24
 CAPACITY = 3
+# Of seed 0, at position 1: the streams that give 0 and the largest number below 1.
+SAMPLE_OF_ZERO, SAMPLE_OF_LAST, LAST_UNIFORM = 3474781, 20763007, 1 - 2.0**-24
 
 
 # Embeddings
@@ -69,11 +70,11 @@ def test_a_token_that_is_none_is_nan(device, dtype):
 
 def embed_source(arch):
     tile = Tile(arch)
-    return build.lower(embed_kernel, tile, 768, "bfloat16", row_schedule(tile, 768, 1024))
+    return build.lower(embed_kernel, tile, 768, "bfloat16", True, row_schedule(tile, 768, 1024))
 
 
 def choose_source(arch, greedy):
-    return build.lower(choose_token_kernel, Tile(arch), 50304, 50257, greedy, 50256)
+    return build.lower(choose_token_kernel, Tile(arch), 50304, 50257, greedy, 50256, True)
 
 
 @functools.cache
@@ -145,28 +146,35 @@ def probabilities(kind, rows, valid):
     return torch.softmax(logits, dim=-1)
 
 
-def uniforms_of(rows):
-    generator = torch.Generator().manual_seed(rows)
-    uniforms = torch.randint(2**24, (rows,), generator=generator) * 2.0**-24
-    uniforms[0], uniforms[-1] = 0.0, LAST_UNIFORM
-    return uniforms
+def samples_of(rows):
+    samples = torch.arange(rows) * 2**31  # beyond 32 bits: the streams begin again
+    samples[0], samples[-1] = SAMPLE_OF_ZERO, SAMPLE_OF_LAST
+    return samples
+
+
+def uniforms_of(rows, steps=1):
+    return philox_uniform(0, samples_of(rows), torch.as_tensor(steps))
+
+
+def test_the_streams_reach_both_ends():
+    assert uniforms_of(2).tolist() == [0.0, LAST_UNIFORM]
 
 
 class State:
     """What a step reads and leaves, on a GPU: all rows at step 1 of CAPACITY unless told."""
 
-    def __init__(self, rows, uniforms, steps=None, left=None, going=None):
+    def __init__(self, rows, steps=None, left=None, going=None, lengths=None):
         self.steps = torch.ones(rows, dtype=torch.int64) if steps is None else steps.clone()
         self.left = torch.full((rows,), 5) if left is None else left
         self.going = torch.ones(rows) if going is None else going
         self.chosen = torch.full((CAPACITY, rows), -7)
         self.finite = torch.zeros(CAPACITY, rows, dtype=torch.bool)
         self.tokens = torch.full((rows,), -7)
-        self.uniforms = torch.full((CAPACITY, rows), 0.5)
-        inside = self.steps < CAPACITY
-        self.uniforms[self.steps[inside], inside.nonzero()[:, 0]] = uniforms[inside]
+        self.seed, self.samples = torch.zeros(1, dtype=torch.int64), samples_of(rows)
+        self.starts = torch.zeros(rows)
+        self.lengths = torch.full((rows,), 9) if lengths is None else lengths
         for name, value in vars(self).items():
-            counts = name in ("left", "going")
+            counts = name in ("left", "going", "starts", "lengths")
             setattr(self, name, (value.int() if counts else value).cuda())
 
     def choose(self, scores, valid, greedy, eos=-1):
@@ -174,8 +182,8 @@ class State:
         padded = torch.full((len(scores), valid + valid % 2), 1e9)
         padded[:, :valid] = scores
         choose_token(
-            padded.cuda(), valid, None if greedy else self.uniforms, eos, self.steps, self.chosen,
-            self.finite, self.tokens, self.left, self.going,
+            padded.cuda(), valid, None if greedy else (self.seed, self.samples, self.starts), eos,
+            self.steps, self.chosen, self.finite, self.tokens, self.left, self.going, self.lengths,
         )  # fmt: skip
         for name, value in vars(self).items():
             setattr(self, name, value.cpu())
@@ -188,7 +196,7 @@ def test_a_draw_is_that_of_sampling(valid):
     rows = 64
     for kind in KINDS:
         weights, uniforms = probabilities(kind, rows, valid), uniforms_of(rows)
-        state = State(rows, uniforms).choose(weights, valid, greedy=False)
+        state = State(rows).choose(weights, valid, greedy=False)
         expected = draw(weights, uniforms)
         assert torch.equal(state.tokens, expected), kind
         assert torch.equal(state.chosen[1], expected)
@@ -212,7 +220,7 @@ def test_greedy_is_the_first_of_the_largest(valid):
     rows = 64
     for kind in ("normal", "ties", "infinities", "equal"):
         logits = logits_of(kind, rows, valid)
-        state = State(rows, uniforms_of(rows)).choose(logits, valid, greedy=True)
+        state = State(rows).choose(logits, valid, greedy=True)
         assert torch.equal(state.tokens, logits.argmax(dim=-1)), kind
         assert torch.equal(state.chosen[1], state.tokens)
         assert torch.equal(state.finite[1], finite_rows(logits))
@@ -223,8 +231,7 @@ def test_greedy_is_the_first_of_the_largest(valid):
 @needs_cuda
 def test_rows_of_nan_are_noted_and_give_some_token(valid, greedy):
     scores = torch.full((3, valid), torch.nan)
-    uniforms = torch.tensor([0.0, 0.5, LAST_UNIFORM])
-    state = State(3, uniforms).choose(scores, valid, greedy)
+    state = State(3).choose(scores, valid, greedy)
     assert not state.finite[1].any()
     assert ((state.tokens >= 0) & (state.tokens < valid)).all()
 
@@ -234,7 +241,7 @@ def test_rows_of_nan_are_noted_and_give_some_token(valid, greedy):
 def test_one_nan_makes_greedy_logits_not_finite(column):
     logits = logits_of("normal", 2, 50257)
     logits[1, column] = torch.nan
-    state = State(2, uniforms_of(2)).choose(logits, 50257, greedy=True)
+    state = State(2).choose(logits, 50257, greedy=True)
     assert state.finite[1].tolist() == [True, False]
     assert state.tokens[0] == logits[0].argmax()
     assert 0 <= state.tokens[1] < 50257
@@ -248,17 +255,17 @@ def test_a_step_leaves_what_a_batch_notes(greedy, eos):
     left = torch.randint(0, 3, (rows,), generator=generator)
     going = torch.randint(0, 2, (rows,), generator=generator) * (left > 0)
     steps = torch.randint(0, CAPACITY + 3, (rows,), generator=generator)
-    weights, uniforms = probabilities("normal", rows, 5), uniforms_of(rows)
-    state = State(rows, uniforms, steps, left, going).choose(weights, 5, greedy, eos)
+    weights, uniforms = probabilities("normal", rows, 5), uniforms_of(rows, steps)
+    state = State(rows, steps, left, going).choose(weights, 5, greedy, eos)
     noted = steps < CAPACITY
-    # Past the table there is no random number.
-    token = weights.argmax(-1) if greedy else draw(weights, uniforms.where(noted, 0.0))
+    token = weights.argmax(-1) if greedy else draw(weights, uniforms)
     assert torch.equal(state.tokens, token)
     chosen, finite = torch.full((CAPACITY, rows), -7), torch.zeros(CAPACITY, rows, dtype=torch.bool)
     chosen[steps[noted], noted.nonzero()[:, 0]] = token[noted]
     finite[steps[noted], noted.nonzero()[:, 0]] = True
     assert torch.equal(state.chosen, chosen) and torch.equal(state.finite, finite)
     assert torch.equal(state.steps, steps + 1)
+    assert torch.equal(state.lengths, (9 + going).int())
     left = left - going  # as Batch does it
     assert torch.equal(state.left, left.int())
     assert torch.equal(state.going, (going * left.clamp(max=1) * (token != eos)).int())
@@ -266,24 +273,28 @@ def test_a_step_leaves_what_a_batch_notes(greedy, eos):
 
 @needs_cuda
 def test_draws_repeat():
-    weights, uniforms = probabilities("even", 64, 50257), uniforms_of(64)
-    first = State(64, uniforms).choose(weights, 50257, greedy=False)
+    weights = probabilities("even", 64, 50257)
+    first = State(64).choose(weights, 50257, greedy=False)
     for _ in range(20):
-        again = State(64, uniforms).choose(weights, 50257, greedy=False)
+        again = State(64).choose(weights, 50257, greedy=False)
         assert torch.equal(again.tokens, first.tokens)
 
 
 @needs_cuda
 def test_a_captured_step_goes_on_where_the_last_one_ended():
     weights = probabilities("normal", 4, 1000).cuda()
-    uniforms = torch.rand(8, 4, generator=torch.Generator().manual_seed(0)).cuda()
+    seed, samples = torch.tensor([2**40 + 5], device="cuda"), torch.arange(4, device="cuda")
+    starts = int32(3, 0, 700, 1, device="cuda")
+    positions = starts + torch.arange(8, device="cuda")[:, None]
+    uniforms = philox_uniform(seed, samples, positions)
     steps, tokens = (torch.zeros(4, dtype=torch.int64, device="cuda") for _ in range(2))
     chosen = torch.zeros(8, 4, dtype=torch.int64, device="cuda")
     left, going = int32(5, 9, 1, 9, device="cuda"), int32(1, 1, 1, 1, device="cuda")
     finite = torch.zeros(8, 4, dtype=torch.bool, device="cuda")
     step = functools.partial(
-        choose_token, weights, 1000, uniforms, -1, steps, chosen, finite, tokens, left, going
-    )
+        choose_token, weights, 1000, (seed, samples, starts), -1, steps, chosen, finite, tokens,
+        left, going, None,
+    )  # fmt: skip
     step()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
