@@ -100,8 +100,7 @@ SOURCES = {
 each_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("arch", "dtype"), [("sm_80", "float16"), ("sm_90a", "bfloat16")])
 def test_keys_and_values_are_read_16_bytes_at_a_time(arch, dtype):
     source = split_source(arch, dtype)
     for tensor in "QKV":

@@ -100,14 +100,10 @@ def merged_gemv(tile, dtype, n=768, k=768):
             chosen)  # fmt: skip
 
 
-def decode_split(tile, dtype, blocks=12):
-    chosen = schedule.split_schedule(blocks, 1024)
+def decode_split(tile, dtype):
+    chosen = schedule.split_schedule(12, 1024)
     static = 12, 64, True, 0.125, dtype, chosen.splits > 1
     return decode_attention_split_kernel, tile, *static, chosen
-
-
-def decode_whole(tile, dtype):
-    return decode_split(tile, dtype, blocks=1000)
 
 
 def combine(tile, dtype):
@@ -135,7 +131,6 @@ OF_A_STEP = {
     normed_gemv: {"W", "bias", "gain", "shift"},
     merged_gemv: {"W", "bias"},
     decode_split: set(),
-    decode_whole: set(),
     combine: set(),
     drawn: set(),
     greedy: set(),
@@ -184,7 +179,6 @@ ATTENTION_CASES = {
     **{("bfloat16", 64, arch): EXPECTED[arch] for arch in ARCHS},
     ("bfloat16", 128, "sm_90a"): EXPECTED["sm_90a"],
     ("bfloat16", 8, "sm_90a"): EXPECTED["sm_90a"],
-    ("bfloat16", 80, "sm_90a"): EXPECTED["sm_90a"],
     ("bfloat16", 63, "sm_90a"): {"wgmma"},
     ("float32", 64, "sm_90a"): {"tma_load", "tma_store", "warp_specialised"},
 }
