@@ -36,7 +36,7 @@ def whole_steps(r: RowLanes, n: int) -> int:
     """Steps that every row of n columns has whole vectors for, wherever it begins.
 
     A row may have one more, but a loop has to do without it: of a count that is 0 or 1 by the row,
-    TileLang 0.1.15 makes code that runs once in all.
+    TileLang 0.1.15 makes code that runs once for every row.
     """
     head = r.width - math.gcd(n, r.width)  # at most
     return max(0, r.valid - head) // r.width // r.stride
