@@ -63,9 +63,8 @@ def test_records_are_kept_resumed_and_shown_again(capsys, tmp_path, monkeypatch)
 
 
 def test_a_wrong_kernel_ends_it_before_timing(capsys, tmp_path, monkeypatch):
-    softmax, layer_norm = ops.softmax, ops.layer_norm
-    monkeypatch.setattr(ops, "layer_norm", lambda *a, **k: layer_norm(*a, **k) * 1.01)
-    monkeypatch.setattr(ops, "softmax", softmax)
+    norm_linear = ops.norm_linear
+    monkeypatch.setattr(ops, "norm_linear", lambda *a, **k: norm_linear(*a, **k) * 1.01)
     monkeypatch.setattr(clock, "in_turns", None)
     file = tmp_path / "records.jsonl"
     assert main(*SMALL, "--json", file) == 1
