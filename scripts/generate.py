@@ -15,6 +15,7 @@ from pathlib import Path
 from minifused.completion import Completion
 from minifused.engine import BACKENDS, DEMO_FOLDER, DTYPES, GPT, Event
 from minifused.errors import UserError, run_cli
+from minifused.model import GPTModel
 from minifused.sampling import SamplingParams
 from minifused.timing import Timing, compile_progress, timed
 
@@ -55,6 +56,11 @@ def parse_args(argv: list[str] | None) -> Namespace:
     )
     p.add_argument("--model", type=Path, default=DEMO_FOLDER, help="folder with a GPT-2 model")
     p.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    p.add_argument(
+        "--verbose",
+        action="store_true",
+        help="say on stderr which kernel each part of a step goes through",
+    )
     args = p.parse_args(argv)
     for flag in ("max_new_tokens", "num_samples"):
         if getattr(args, flag) < 1:
@@ -199,6 +205,15 @@ def document(model: GPT, run: Run, args: Namespace) -> dict:
     }  # fmt: skip
 
 
+def kernels_of(model: GPT, rows: int) -> str:
+    """The kernels of a decoding step of so many rows, a line each."""
+    if not isinstance(model.model, GPTModel):
+        return "no kernels: --backend torch is plain PyTorch"
+    from minifused.step_kernels import step_table  # all that tunes comes with it
+
+    return step_table(model.config, model.device, model.dtype, rows)
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     run = Run(read_prompts(args))
@@ -206,6 +221,8 @@ def main(argv: list[str] | None = None) -> None:
         args.model, args.backend, args.device, args.dtype, cuda_graph=not args.no_cuda_graph
     )
     prompts = encode_prompts(model, run.prompts, args)
+    if args.verbose:
+        print(kernels_of(model, len(prompts) * args.num_samples), file=sys.stderr)
     try:
         events = compile_first(generate(model, run, prompts, args))
         if args.json:

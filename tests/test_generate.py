@@ -54,6 +54,17 @@ def test_writes_words(capsys):
     assert len(words) > 25 and sum(word in common for word in words) > len(words) / 10
 
 
+def test_verbose_names_the_kernels_of_a_step(capsys):
+    SCRIPT["main"](["--verbose", "--max-new-tokens=2", "--device=cpu"])
+    text, talk = capsys.readouterr()
+    assert "mlp.c_fc" not in text
+    assert [line.split()[:2] for line in talk.splitlines() if line.startswith("mlp.c_fc")] == [
+        ["mlp.c_fc", "skinny_gemm"]
+    ]
+    SCRIPT["main"](["--verbose", "--max-new-tokens=2", "--device=cpu", "--backend=torch"])
+    assert "no kernels" in capsys.readouterr().err
+
+
 def test_json_document(capsys):
     out = generate(capsys, "--max-new-tokens=5", "--num-samples=2", "--seed=3", "--top-k=9")
     assert set(out) == {"model", "backend", "device", "dtype", "temperature", "top_k", "top_p",

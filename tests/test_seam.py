@@ -37,6 +37,7 @@ KERNEL_USERS = {
     "survival.py": {"schedule"},
     "faults.py": None,
     "kernel_suite.py": {"build"},
+    "step_kernels.py": {"build", "schedule", "tile"},
     "machine.py": {"processor"},
 }
 
