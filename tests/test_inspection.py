@@ -439,18 +439,22 @@ SHAPES += [(k, "packed=0") for k in ("flash_attention", "decode_attention", "app
 def test_a_kernel_is_called_as_its_operation_calls_it(kernel, shape):
     case = make_case(kernel, "c", shape=shape)
     workload = replace(case.workload, **SMALL[kernel])
-    inputs = workload.inputs("cpu", torch.float32, torch.Generator().manual_seed(0))
+    inputs, expected, before = (
+        workload.inputs("cpu", torch.float32, torch.Generator().manual_seed(0)) for _ in range(3)
+    )
     arguments = profiling.ARGUMENTS[kernel](inputs)
     if kernel != "append_kv":
         arguments[-1].fill_(torch.nan)
     build.compile_kernel(case.builder, case.tile, *case.static, case.schedule)(*arguments)
     if kernel == "append_kv":
-        expected = workload.inputs("cpu", torch.float32, torch.Generator().manual_seed(0))
         ops.append_kv(**expected)
-        assert torch.equal(inputs["v_cache"], expected["v_cache"])
+        for cache in ("k_cache", "v_cache"):
+            assert torch.equal(inputs[cache], expected[cache])
+            assert not torch.equal(expected[cache], before[cache])
     else:
-        expected = getattr(ops, OPS.get(kernel, kernel))(**inputs)
-        torch.testing.assert_close(arguments[-1].view_as(expected), expected, rtol=1e-5, atol=1e-5)
+        result = getattr(ops, OPS.get(kernel, kernel))(**expected)
+        torch.testing.assert_close(arguments[-1].view_as(result), result, rtol=1e-5, atol=1e-5)
+        assert result.any()
 
 
 def test_profile_gives_times_by_both(monkeypatch, capsys):

@@ -71,11 +71,11 @@ def ranking(task: Task, ranked: Sequence[GemmSchedule], spreads: dict[str, Sprea
 
 def _row(task: Task, s: GemmSchedule, spread: Spread) -> tuple[str, ...]:
     fill = occupancy(task, s, sm_count(task))
-    middle, low, high = (1e6 * s for s in (spread.median, spread.low, spread.high))
+    bar = Bar.of(short(s), spread)
     return (
-        short(s),
-        f"{middle:.1f}",
-        f"{low:.1f}-{high:.1f}",
+        bar.name,
+        f"{bar.value:.1f}",
+        f"{bar.low:.1f}-{bar.high:.1f}",
         f"{task.workload.flops / spread.median / 1e12:.3g}",
         str(fill.blocks),
         f"{100 * padding(task, s):.0f}%",
