@@ -180,8 +180,8 @@ def _swap_groups(s: SwapSchedule) -> Iterator[str]:
         return
     if s.num_stages < s.groups:
         yield f"{s.num_stages} stages: each of {s.groups} groups needs one"
-    if s.groups > 1 and (s.splits > 1 or not staged_bytes(s)):
-        yield f"{s.groups} groups: their sums need one tile, all of K and {STATIC_BYTES} bytes"
+    if s.groups > 1 and not staged_bytes(s):
+        yield f"{s.groups} groups: their sums need one tile, and at most {STATIC_BYTES} bytes"
     yield from _gemm_warps(s.block_n, s.block_m, replace(s, num_threads=s.num_threads // s.groups))
 
 

@@ -49,7 +49,6 @@ class SwapSchedule:
     block_k: int
     num_stages: int
     num_threads: int
-    splits: int = 1  # of K, a block each, and a second kernel
     tiles: int = 1  # of W that a block goes through
     groups: int = 1  # of warps, that take turns at the steps through K
 
@@ -174,7 +173,6 @@ def swap_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedul
 
 
 SWAP_BLOCKS = 132  # an H200's SMs: one wave, whose rings all fill at once
-SWAP_SPLITS = 16  # at most, of K: what split_sum can hold in registers
 
 
 def _swap_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:
@@ -183,15 +181,9 @@ def _swap_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:
     block_m, block_k = max(16, next_power_of_2(m)), min(64, max(16, next_power_of_2(k)))
     if not tile.is_cuda:
         return SwapSchedule(block_m, 16, block_k, 1, 1)
-    is_deep = k >= 2 * n and n >= 64  # few weight rows, with much to add up
-    block_n = 64 if is_deep else next((rows for rows in (128, 64, 32) if n >= 64 * rows), 16)
-    blocks, steps = -(-n // block_n), -(-k // block_k)
-    if is_deep:
-        steps = -(-steps // max(1, min(SWAP_BLOCKS // blocks, steps // 2, SWAP_SPLITS)))
+    block_n = next((rows for rows in (128, 64, 32) if n >= 64 * rows), 16)
     threads = min(128, 32 * (block_n // 16) * (block_m // 8))
-    return SwapSchedule(
-        block_m, block_n, block_k, min(3, steps), threads, -(-k // block_k // steps)
-    )
+    return SwapSchedule(block_m, block_n, block_k, min(3, -(-k // block_k)), threads)
 
 
 def _ring_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:
@@ -213,10 +205,10 @@ def _ring_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:
     while tiles == 1 and 2 * groups <= min(
         steps, 512 // team, 8 if k >= 2048 and block_m * block_n <= 512 else 4
     ):
-        if not staged_bytes(SwapSchedule(block_m, block_n, block_k, 1, 1, 1, 1, 2 * groups)):
+        if not staged_bytes(SwapSchedule(block_m, block_n, block_k, 1, 1, 1, 2 * groups)):
             break
         groups *= 2
-    shape = SwapSchedule(block_m, block_n, block_k, 1, team * groups, 1, tiles, groups)
+    shape = SwapSchedule(block_m, block_n, block_k, 1, team * groups, tiles, groups)
     ring = shared_memory_limit(tile) - swap_bytes(tile, shape)
     stages = ring // ((block_m + block_n) * block_k * ITEM_BYTES[dtype])
     stages = tiles * steps if stages >= tiles * steps else stages - stages % groups
@@ -228,10 +220,6 @@ def _team(block_m: int, block_n: int) -> int:
     if block_n < 64:
         return 32 * max(1, block_m * block_n // 1024)
     return 256 if block_n == 128 and block_m >= 64 else 128
-
-
-def split_sum_schedule(tile: Tile) -> RowSchedule:
-    return RowSchedule(256, 64 if tile.is_cuda else 1)  # 16 bytes of each part a thread
 
 
 def gemv_schedule(tile: Tile, n: int, k: int, dtype: str, whole_rows: bool) -> GemvSchedule:

@@ -8,18 +8,12 @@ from torch import Tensor
 
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
 from minifused.kernels.schedule import swap_schedule
-from minifused.kernels.split_sum import split_sum
 from minifused.kernels.swap_gemm_kernel import swap_gemm_kernel
 
 MAX_ROWS = 128  # with more, gemm.py fills its tiles
 
 
 @functools.lru_cache(maxsize=4096)  # m is any number, so that not all can stay
-def _splits(device: torch.device, sizes: tuple[int, int, int], dtype: torch.dtype) -> int:
-    return swap_schedule(tile_for(device), *sizes, dtype_name(dtype)).splits
-
-
-@functools.lru_cache(maxsize=4096)
 def _select(
     device: torch.device,
     sizes: tuple[int, int, int],
@@ -59,17 +53,10 @@ def swap_gemm(
             query, key and value of which the latter two are to be kept.
     """
     sizes = (x.shape[0], *weight.shape)
-    splits = _splits(x.device, sizes, x.dtype)
-    to, epilogue = out, (activation, bias is not None, residual is not None)
-    if splits > 1:
-        to, epilogue = x.new_empty((splits, *out.shape), dtype=torch.float32), (None, False, False)
-    kernel = _select(x.device, sizes, (x.dtype, to.dtype), epilogue, ahead, caches is not None)
-    if caches is not None:
-        keys, values, positions = caches
-        shape = *keys.shape[:2], out.shape[1] // 3
-        return kernel(
-            x, weight, bias, residual, out, positions, keys.view(shape), values.view(shape)
-        )
-    kernel(x, weight, bias, residual, to)
-    if splits > 1:
-        split_sum(to, bias, activation, residual, out)
+    epilogue = activation, bias is not None, residual is not None
+    kernel = _select(x.device, sizes, (x.dtype, out.dtype), epilogue, ahead, caches is not None)
+    if caches is None:
+        return kernel(x, weight, bias, residual, out)
+    keys, values, positions = caches
+    shape = *keys.shape[:2], out.shape[1] // 3
+    kernel(x, weight, bias, residual, out, positions, keys.view(shape), values.view(shape))

@@ -40,30 +40,30 @@ def swap_gemm_kernel(
 ):  # fmt: skip
     """Build C (m, n) = act(A (m, k) @ W (n, k)^T + bias (n)) + R (m, n) for small dynamic m.
 
-    A, W and bias have `dtype`, R and C `out_dtype`; sums are float32. With splits, C is (splits, m,
-    n): the epilogue of each part of K. `ahead` reads W before the kernels launched earlier have
-    ended. With `cached` it also takes positions (m,) int32, K_cache and V_cache (m, capacity,
-    n / 3): C is a packed query, key and value, of which the latter two also go to their caches.
+    A, W and bias have `dtype`, R and C `out_dtype`; sums are float32. `ahead` reads W before the
+    kernels launched earlier have ended. With `cached` it also takes positions (m,) int32, K_cache
+    and V_cache (m, capacity, n / 3): C is a packed query, key and value, of which the latter two
+    also go to their caches.
     """
     block_m, block_n, block_k = schedule.block_m, schedule.block_n, schedule.block_k
-    splits, tiles, threads = schedule.splits, schedule.tiles, schedule.num_threads
+    tiles, threads = schedule.tiles, schedule.num_threads
     m = T.dynamic("m")
-    steps = -(-k // (block_k * splits))  # of a tile; past k both operands are zeros
+    steps = -(-k // block_k)  # of a tile; past k both operands are zeros
     stages, total = min(schedule.num_stages, tiles * steps), tiles * steps
     if stages < total:
         stages -= stages % schedule.groups  # a slot is of one group, which sees each phase
     has_ring = has_bulk_copies(tile, k * ITEM_BYTES[dtype])
     staged = has_ring and staged_bytes(schedule) > 0
     slots = (stages,) if has_ring else ()
-    grid = (T.ceildiv(n, block_n * tiles), T.ceildiv(m, block_m), splits)
+    grid = (T.ceildiv(n, block_n * tiles), T.ceildiv(m, block_m))
 
     A_type, W_type, bias_type = (T.Tensor(shape, dtype) for shape in ((m, k), (n, k), (n,)))
-    R_type, P_type = T.Tensor((m, n), out_dtype), T.Tensor((m,), "int32")
-    C_type = T.Tensor((m, n) if splits == 1 else (splits, m, n), out_dtype)
+    R_type, C_type = (T.Tensor((m, n), out_dtype) for _ in range(2))  # one object is one tensor
+    P_type = T.Tensor((m,), "int32")
 
     @T.macro
     def block(A, W, bias, R, C, caches):
-        with T.Kernel(*grid, threads=threads) as (bx, by, bz):
+        with T.Kernel(*grid, threads=threads) as (bx, by):
             W_shared = tile.shared((*slots, block_n, block_k), dtype)
             A_shared = tile.shared((*slots, block_m, block_k), dtype)
             places = tile.shared((block_m,), "int32")
@@ -71,8 +71,8 @@ def swap_gemm_kernel(
             r = tile.fragment((block_m, block_n), out_dtype) if has_residual else None
             done = tile.fragment((block_m, block_n), out_dtype)
             full = T.alloc_barrier([1] * stages) if has_ring else None
-            row, first, part = by * block_m, bx * tiles * block_n, bz * steps
-            ring = Ring(W, A, W_shared, A_shared, full, first, row, part, stages, steps, total)
+            row, first = by * block_m, bx * tiles * block_n
+            ring = Ring(W, A, W_shared, A_shared, full, first, row, stages, steps, total)
             tile.pdl_trigger()
             if not ahead:
                 tile.pdl_sync()
@@ -98,7 +98,7 @@ def swap_gemm_kernel(
                     else:
                         multiply_piped(tile, ring, acc, t)
                     finish_tile(tile, activation, functools.partial(element, acc), b, r, done)
-                store(tile, done, C, (bz,) if splits > 1 else (), row, col)
+                store(tile, done, C, row, col)
                 keep(tile, done, caches, places, row, col)
 
     if not cached:
@@ -110,7 +110,7 @@ def swap_gemm_kernel(
         return swap_gemm
 
     of_cache = (m, T.dynamic("capacity"), n // 3)
-    K_type, V_type = (T.Tensor(of_cache, out_dtype) for _ in range(2))  # one object is one tensor
+    K_type, V_type = (T.Tensor(of_cache, out_dtype) for _ in range(2))
 
     @T.prim_func
     def swap_gemm_cached(

@@ -15,7 +15,6 @@ class Ring(NamedTuple):
     full: Any  # a barrier a slot, None without TMA
     first: Any  # row of W of the block's first tile
     row: Any  # of A
-    part: Any  # the first step's place in K
     stages: int
     steps: int  # of a tile of the result
     total: int
@@ -32,13 +31,13 @@ def fill(ring, load):
 def load_weights(ring, i):
     """Ask for the weights of step i; the slot's barrier is to wait for their bytes."""
     row = ring.first + i // ring.steps * ring.W_slots.shape[1]
-    _load(ring.W, row, ring.part + i % ring.steps, ring.W_slots, ring.full, i % ring.stages, 0)
+    _load(ring.W, row, i % ring.steps, ring.W_slots, ring.full, i % ring.stages, 0)
 
 
 @T.macro
 def load_rows(ring, i):
     """Ask for the rows of step i, and arrive."""
-    _load(ring.A, ring.row, ring.part + i % ring.steps, ring.A_slots, ring.full, i % ring.stages, 1)
+    _load(ring.A, ring.row, i % ring.steps, ring.A_slots, ring.full, i % ring.stages, 1)
 
 
 @T.macro
@@ -82,8 +81,8 @@ def multiply_piped(tile, ring, acc, tile_index):
     col = ring.first + tile_index * ring.W_slots.shape[0]
     T.clear(acc)
     for ko in T.Pipelined(ring.steps, num_stages=ring.stages):
-        T.copy(ring.W[col, (ring.part + ko) * ring.W_slots.shape[1]], ring.W_slots)
-        T.copy(ring.A[ring.row, (ring.part + ko) * ring.A_slots.shape[1]], ring.A_slots)
+        T.copy(ring.W[col, ko * ring.W_slots.shape[1]], ring.W_slots)
+        T.copy(ring.A[ring.row, ko * ring.A_slots.shape[1]], ring.A_slots)
         tile.gemm(ring.W_slots, ring.A_slots, acc, transpose_b=True)
 
 

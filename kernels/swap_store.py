@@ -5,7 +5,7 @@ import operator
 
 import tilelang.language as T
 
-from minifused.kernels.split_sum import finish
+from minifused.kernels.epilogue import finish
 
 
 @T.macro
@@ -34,12 +34,11 @@ def finish_tile(tile, activation, total, bias, residual, done):
 
 
 @T.macro
-def store(tile, done, C, at, row, col):
-    """C (m, n), or part at[0] of C (parts, m, n), from row and col on = done."""
+def store(tile, done, C, row, col):
+    """C (m, n) from row and col on = done."""
     for j, i in tile.parallel(done.shape[0], done.shape[1]):
-        if row + j < C.shape[-2] and col + i < C.shape[-1]:
-            place = (*at, row + j, col + i)
-            C[place] = done[j, i]
+        if row + j < C.shape[0] and col + i < C.shape[1]:
+            C[row + j, col + i] = done[j, i]
 
 
 @T.macro

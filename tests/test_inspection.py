@@ -151,7 +151,6 @@ def gpu_without_one(monkeypatch):
         monkeypatch.setattr(ops, name, lambda x: x)
     with fakes.FakeTensorMode():
         yield
-    inspection.swap_gemm._splits.cache_clear()
 
 
 def refuse_to_compile(builder, *static):
@@ -205,14 +204,6 @@ def test_decoding_goes_where_ops_sends_it(dtype, gpu_without_one):
     )
     assert found == inspection.kernel_of(Tile("sm_90a"), build.dtype_name(dtype), workload)
     assert found == ("decode_attention_split" if dtype.itemsize == 2 else "decode_attention")
-
-
-def test_the_parts_of_a_deep_product_have_no_epilogue():
-    case = make_case("swap_gemm", "sm_80", shape="n=768,k=3072")
-    assert case.schedule.splits > 1
-    assert case.static == (768, 3072, "bfloat16", "float32", None, False, False, True)
-    with pytest.raises(UserError, match="one of several launches"):
-        profiling.profile(case)
 
 
 # Resources

@@ -1,4 +1,4 @@
-"""swap_gemm and split_sum: arithmetic on a CPU, CUDA source, and ops.linear on a GPU."""
+"""swap_gemm: arithmetic on a CPU, CUDA source, and ops.linear on a GPU."""
 
 import functools
 import math
@@ -14,7 +14,6 @@ from minifused import ops
 from minifused.kernels import limits, schedule
 from minifused.kernels.build import compile_kernel
 from minifused.kernels.schedule import SwapSchedule
-from minifused.kernels.split_sum import split_sum_kernel
 from minifused.kernels.swap_gemm import swap_gemm
 from minifused.kernels.swap_gemm_kernel import swap_gemm_kernel
 from minifused.kernels.tile import CPU, Tile
@@ -51,60 +50,36 @@ def doubles(*tensors):
 
 
 def run_on_cpu(x, weight, bias, activation, residual, chosen):
-    """Both kernels, as the launcher runs them, with any schedule."""
-    (m, k), n, splits = x.shape, weight.shape[0], chosen.splits
+    (m, k), n = x.shape, weight.shape[0]
     epilogue = activation, bias is not None, residual is not None
-    out, partial = poisoned(m, n), poisoned(splits, m, n)
-    plain = splits == 1
-    kernel = compile_kernel(
-        swap_gemm_kernel,
-        CPU,
-        n,
-        k,
-        F32,
-        F32,
-        *(epilogue if plain else (None, False, False)),
-        True,
-        chosen,
-    )
-    if plain:
-        kernel(x, weight, bias, residual, out)
-        return out
-    kernel(x, weight, None, None, partial)
-    add = compile_kernel(
-        split_sum_kernel, CPU, n, splits, F32, F32, *epilogue, schedule.split_sum_schedule(CPU)
-    )
-    add(partial, bias, residual, out)
+    out = poisoned(m, n)
+    kernel = compile_kernel(swap_gemm_kernel, CPU, n, k, F32, F32, *epilogue, True, chosen)
+    kernel(x, weight, bias, residual, out)
     return out
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "splits", "tiles"),
-    [
-        (3, 77, 200, 1, 1),
-        (17, 33, 70, 1, 2),
-        (5, 300, 70, 3, 2),
-        (2, 16, 64, 4, 1),
-    ],
-    ids=["tails", "last_block_short_of_tiles", "parts_of_K", "more_parts_than_K_has"],
+    ("m", "n", "k", "tiles"),
+    [(3, 77, 200, 1), (17, 33, 70, 2), (5, 300, 70, 2)],
+    ids=["tails", "last_block_short_of_tiles", "many_blocks"],
 )
-def test_tiles_and_parts_cover_all_once(m, n, k, splits, tiles):
+def test_tiles_cover_all_once(m, n, k, tiles):
     draw = normal()
     x, weight, bias, residual = draw(m, k), draw(n, k, std=k**-0.5), draw(n), draw(m, n)
     given = x, weight, bias, "gelu_tanh", residual
-    out = run_on_cpu(*given, SwapSchedule(16, 16, 32, 1, 1, splits, tiles))
+    out = run_on_cpu(*given, SwapSchedule(16, 16, 32, 1, 1, tiles))
     assert_within_bound(out, formula(*doubles(*given)), formula(*given))
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES.values(), ids=EPILOGUES)
-def test_the_epilogue_comes_after_the_sum_of_all_parts(epilogue):
+def test_the_epilogue_comes_after_the_sum(epilogue):
     activation, has_bias, has_residual = epilogue
     draw = normal()
     given = (
         draw(4, 64), draw(40, 64, std=0.2), draw(40) if has_bias else None, activation,
         draw(4, 40) if has_residual else None,
     )  # fmt: skip
-    out = run_on_cpu(*given, SwapSchedule(16, 16, 32, 1, 1, 2, 1))
+    out = run_on_cpu(*given, SwapSchedule(16, 16, 32, 1, 1, 1))
     assert_within_bound(out, formula(*doubles(*given)), formula(*given))
 
 
@@ -152,7 +127,7 @@ GPT2 = {  # rows of weight, columns, activation, bias, residual, dtype of the re
 def lowered(tile, m, n, k, out_dtype=F32, activation=None, has_bias=True, has_residual=True):
     """The body of the CUDA kernel, its schedule, and its bytes of dynamic shared memory."""
     chosen = schedule.swap_schedule(tile, m, n, k, BF16)
-    epilogue = (activation, has_bias, has_residual) if chosen.splits == 1 else (None, False, False)
+    epilogue = activation, has_bias, has_residual
     with tile.target:
         kernel = swap_gemm_kernel(tile, n, k, BF16, out_dtype, *epilogue, True, chosen)
         artifact = tilelang.lower(kernel, target=tile.target)
@@ -173,6 +148,7 @@ def positions(pattern, source):
         ("sm_90a", 2304, 768, {"mma_sync", "ldmatrix", "tma_load"}),
         ("sm_100a", 2304, 768, {"mma_sync", "ldmatrix", "tma_load"}),
         ("sm_80", 768, 768, {"mma_sync", "ldmatrix", "cp_async_gs<16>"}),
+        ("sm_80", 768, 3072, {"mma_sync", "ldmatrix", "cp_async_gs<16>"}),
     ],
 )
 def test_tensor_cores_and_wide_copies_are_used(arch, n, k, wanted):
@@ -285,8 +261,7 @@ def test_the_rules_keep_the_limits(arch, width):
             chosen = schedule.swap_schedule(tile, m, n, k, BF16)
             assert limits.violation(tile, "swap_gemm", BF16, chosen) == ""
             assert chosen.block_m < max(17, 2 * m)
-            columns = chosen.block_k * math.ceil(k / chosen.block_k / chosen.splits)
-            assert columns * (chosen.splits - 1) < k <= columns * chosen.splits
+            assert chosen.groups <= math.ceil(k / chosen.block_k)
 
 
 # On a GPU

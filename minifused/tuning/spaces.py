@@ -69,7 +69,6 @@ def skinny_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SkinnySch
 
 
 def swap_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SwapSchedule]:
-    """K whole: the sum of its parts is another kernel."""
     most = max(16, next_power_of_2(w.m))
     has_ring = has_bulk_copies(tile, w.k * ITEM_BYTES[dtype])
     rows = [m for m in (16, 32, 64, 128) if m == most or (has_ring and most // 4 <= m < most)]
@@ -81,7 +80,7 @@ def swap_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SwapSchedul
             fits = groups <= steps and tiles <= max(1, blocks // 66) and warps * groups <= 16
             if (fits and 16 <= m * n // warps // 32 <= 64) or (m, n, warps) == (16, 16, 1):
                 for stages in {min(count, tiles * steps) for count in (4, 8, 12, 24)}:
-                    yield SwapSchedule(m, n, k, stages, 32 * warps * groups, 1, tiles, groups)
+                    yield SwapSchedule(m, n, k, stages, 32 * warps * groups, tiles, groups)
 
 
 def gemv(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[GemvSchedule]:
