@@ -1,4 +1,4 @@
-"""Activations, as expressions on a float32 accumulator."""
+"""Ends of a product: activations and all else, as expressions on a float32 accumulator."""
 
 from __future__ import annotations
 
@@ -25,3 +25,12 @@ def activate(tile: Tile, name: str, x):
     if name == "gelu":
         return 0.5 * x * (1.0 + T.erf(x * math.sqrt(0.5)))
     return T.max(x, 0.0)
+
+
+def finish(tile: Tile, activation: str | None, total, bias, residual):
+    """The float32 expression act(total + bias) + residual; bias and residual may be None."""
+    if bias is not None:
+        total += T.cast(bias, "float32")
+    if activation is not None:
+        total = activate(tile, activation, total)
+    return total if residual is None else total + T.cast(residual, "float32")

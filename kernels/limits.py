@@ -7,6 +7,7 @@ counts it; lowering checks no limit, and a kernel over it fails only at its laun
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from minifused.kernels.tile import Tile
@@ -24,6 +25,7 @@ MAX_THREADS = 1024  # of a block
 THREADS_AN_SM = 2048
 PRODUCER_THREADS = 128  # that TileLang adds to a block whose copies it gives warps of their own
 MAX_ACCUMULATORS = 192  # float32 a thread: it has 255 registers, for addresses and operands too
+STATIC_BYTES = 47 * 1024  # of shared memory whose size is fixed: 48 KiB less barriers
 CPU_TILE_BYTES = 1 << 20  # local arrays lie on the C stack
 
 # Kernels whose tiles go through a pipeline in shared memory.
@@ -68,6 +70,17 @@ def _ring_bytes(item: int, s: GemmSchedule | SwapSchedule) -> int:
     return s.num_stages * (s.block_m + s.block_n) * s.block_k * item
 
 
+def staged_bytes(s: SwapSchedule) -> int:
+    """Of the products that groups of warps add up and store wide, 0 if they are stored as is."""
+    needed = s.groups * s.block_m * (s.block_n + 4) * 4
+    return needed if s.tiles == 1 and needed <= STATIC_BYTES else 0
+
+
+def swap_bytes(tile: Tile, s: SwapSchedule) -> int:
+    """Shared memory of swap_gemm beside its ring: sums, and the positions of rows in a cache."""
+    return 4 * s.block_m + (staged_bytes(s) if tile.capability >= 90 else 0)
+
+
 def _gemm_bytes(item: int, s: GemmSchedule) -> int:
     return max(_ring_bytes(item, s), s.block_m * s.block_n * 4)
 
@@ -110,13 +123,15 @@ def _on_cuda(tile: Tile, kernel: str, dtype: str, s: Any, head_dim: int) -> Iter
     if s.num_threads % 32 or threads > MAX_THREADS:
         yield f"{s.num_threads} threads: expected whole warps, and at most {MAX_THREADS} in all"
     shared = shared_memory(tile, kernel, dtype, s, head_dim)
+    if kernel == "swap_gemm":
+        shared += swap_bytes(tile, s)
     if shared > shared_memory_limit(tile):
         limit = shared_memory_limit(tile)
         yield f"over budget: {shared} bytes of shared memory, and {tile.arch} has {limit}"
     if kernel == "gemm" and tile.has_tensor_core(dtype):
         yield from _gemm_warps(s.block_m, s.block_n, s)
     if kernel == "swap_gemm":
-        yield from _gemm_warps(s.block_n, s.block_m, s)
+        yield from _swap_groups(s)
         if not tile.has_tensor_core(dtype):
             yield f"{dtype}: a tensor core would round it to TF32"
     if kernel == "gemv":
@@ -147,7 +162,7 @@ def _accumulators(tile: Tile, kernel: str, dtype: str, s: Any, head_dim: int) ->
         elements = s.block_m * s.block_n * s.block_k
     else:
         elements = s.block_n * (2 * head_dim if kernel == "decode_attention" else 1)
-    return elements // s.num_threads
+    return elements // (s.num_threads // getattr(s, "groups", 1))
 
 
 def _gemm_warps(rows: int, columns: int, s: GemmSchedule | SwapSchedule) -> Iterator[str]:
@@ -157,6 +172,17 @@ def _gemm_warps(rows: int, columns: int, s: GemmSchedule | SwapSchedule) -> Iter
     tiles = (rows // 16) * (columns // 8)
     if s.num_threads // 32 > tiles:
         yield f"{s.num_threads // 32} warps for {tiles} tiles of 16 x 8: each needs one"
+
+
+def _swap_groups(s: SwapSchedule) -> Iterator[str]:
+    if s.num_threads % (32 * s.groups) or s.groups & (s.groups - 1):
+        yield f"{s.groups} groups of {s.num_threads} threads: expected a power of 2 of whole warps"
+        return
+    if s.num_stages < s.groups:
+        yield f"{s.num_stages} stages: each of {s.groups} groups needs one"
+    if s.groups > 1 and not staged_bytes(s):
+        yield f"{s.groups} groups: their sums need one tile, and at most {STATIC_BYTES} bytes"
+    yield from _gemm_warps(s.block_n, s.block_m, replace(s, num_threads=s.num_threads // s.groups))
 
 
 def _gemv_warps(s: GemvSchedule) -> Iterator[str]:

@@ -7,8 +7,9 @@ of them to fill it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from minifused.kernels import buckets, schedule_table
@@ -16,6 +17,8 @@ from minifused.kernels.limits import (
     ITEM_BYTES,
     has_bulk_copies,
     shared_memory_limit,
+    staged_bytes,
+    swap_bytes,
     violation,
 )
 from minifused.kernels.tile import Tile
@@ -46,8 +49,8 @@ class SwapSchedule:
     block_k: int
     num_stages: int
     num_threads: int
-    splits: int = 1  # of K, a block each
     tiles: int = 1  # of W that a block goes through
+    groups: int = 1  # of warps, that take turns at the steps through K
 
 
 @dataclass(frozen=True)
@@ -170,31 +173,53 @@ def swap_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedul
 
 
 SWAP_BLOCKS = 132  # an H200's SMs: one wave, whose rings all fill at once
-SWAP_SPLITS = 16  # at most, of K: what split_sum can hold in registers
-SWAP_RING_BYTES = 112 * 1024  # two blocks an SM: the next kernel's fills as this one's empties
 
 
 def _swap_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:
-    block_m, block_k = max(16, next_power_of_2(m)), min(128, max(16, next_power_of_2(k)))
+    if has_bulk_copies(tile, k * ITEM_BYTES[dtype]):
+        return _ring_rule(tile, m, n, k, dtype)
+    block_m, block_k = max(16, next_power_of_2(m)), min(64, max(16, next_power_of_2(k)))
     if not tile.is_cuda:
         return SwapSchedule(block_m, 16, block_k, 1, 1)
-    is_deep = k >= 2 * n and n >= 64  # few weight rows, with much to add up
-    block_n = 64 if is_deep else next((rows for rows in (128, 64, 32) if n >= 64 * rows), 16)
-    ring = min(SWAP_RING_BYTES, shared_memory_limit(tile)) // (block_m + block_n)
-    if 4 * block_k * ITEM_BYTES[dtype] > ring:
-        block_k //= 2  # rather more stages than large ones
-    blocks, steps = -(-n // block_n), -(-k // block_k)
-    if is_deep:
-        steps = -(-steps // max(1, min(SWAP_BLOCKS // blocks, steps // 2, SWAP_SPLITS)))
-    tiles = -(-blocks // SWAP_BLOCKS) if has_bulk_copies(tile, k * ITEM_BYTES[dtype]) else 1
-    stages = min(8, ring // (block_k * ITEM_BYTES[dtype]), tiles * steps)
+    block_n = next((rows for rows in (128, 64, 32) if n >= 64 * rows), 16)
     threads = min(128, 32 * (block_n // 16) * (block_m // 8))
-    splits = -(-k // (block_k * steps))
-    return SwapSchedule(block_m, block_n, block_k, stages, threads, splits, tiles)
+    return SwapSchedule(block_m, block_n, block_k, min(3, -(-k // block_k)), threads)
 
 
-def split_sum_schedule(tile: Tile) -> RowSchedule:
-    return RowSchedule(256, 64 if tile.is_cuda else 1)  # 16 bytes of each part a thread
+def _ring_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:
+    """The tile by which each SM has the least to read, and a ring for as much of it as fits."""
+    m, sizes = max(16, next_power_of_2(m)), (16, 32, 64, 128)
+    fits = [size for size in sizes if size <= m]
+
+    def cost(rows: tuple[int, int]) -> tuple[int, int]:
+        blocks = -(-m // rows[0]) * -(-n // rows[1])
+        return -(-blocks // SWAP_BLOCKS) * sum(rows), rows[0]  # W may be asked for ahead, A not
+
+    block_m, block_n = min(itertools.product(fits, sizes), key=cost)
+    block_k = min(64, max(16, next_power_of_2(k)))
+    steps, blocks = -(-k // block_k), -(-m // block_m) * -(-n // block_n)
+    tiles = min(-(-blocks // SWAP_BLOCKS), -(-n // block_n))
+    # Products of a warp are a chain: groups of warps that share K make it short.
+    team = _team(block_m, block_n)
+    groups = 1
+    while tiles == 1 and 2 * groups <= min(
+        steps, 512 // team, 8 if k >= 2048 and block_m * block_n <= 512 else 4
+    ):
+        if not staged_bytes(SwapSchedule(block_m, block_n, block_k, 1, 1, 1, 2 * groups)):
+            break
+        groups *= 2
+    shape = SwapSchedule(block_m, block_n, block_k, 1, team * groups, tiles, groups)
+    ring = shared_memory_limit(tile) - swap_bytes(tile, shape)
+    stages = ring // ((block_m + block_n) * block_k * ITEM_BYTES[dtype])
+    stages = tiles * steps if stages >= tiles * steps else stages - stages % groups
+    return replace(shape, num_stages=stages)
+
+
+def _team(block_m: int, block_n: int) -> int:
+    """Threads for the products of a tile: wgmma wants four warps, a warp has 32 x 32 at most."""
+    if block_n < 64:
+        return 32 * max(1, block_m * block_n // 1024)
+    return 256 if block_n == 128 and block_m >= 64 else 128
 
 
 def gemv_schedule(tile: Tile, n: int, k: int, dtype: str, whole_rows: bool) -> GemvSchedule:

@@ -153,12 +153,10 @@ def _linear(
 
 
 def _swap(tile: Tile, dtype: str, w: LinearWorkload) -> tuple[Callable, tuple, Any]:
-    """As the model calls it. Where parts of K are added by split_sum, that has the epilogue."""
+    """As the model calls it."""
     ahead = True  # no kernel writes the weights
     choose = schedule.swap_schedule
     builder, static, chosen = _linear(swap_gemm.swap_gemm_kernel, choose, tile, dtype, w)
-    if chosen.splits > 1:
-        static = (w.n, w.k, dtype, "float32", None, False, False)
     return builder, (*static, ahead), chosen
 
 

@@ -164,7 +164,7 @@ def _launch_linear(x, weight, bias, activation, residual, constant, *, out) -> N
     arguments = x, weight, bias, activation, residual, out
     if gemv_takes(x.shape[0], weight):
         gemv_kernel(*arguments, ahead=ahead)
-    elif swap_gemm_takes(x):
+    elif swap_gemm_takes(x.shape[0], weight):
         swap_gemm_kernel(*arguments, ahead)
     elif x.shape[0] <= MAX_SKINNY_ROWS[x.device.type]:
         skinny_gemm_kernel(*arguments)
@@ -335,7 +335,8 @@ def _norm_qkv(x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, po
     heads, head_dim = k_cache.shape[2:]
     if weight.shape[0] != 3 * heads * head_dim:
         _refuse("weight", weight, f"{3 * heads * head_dim} rows, as k_cache has {heads} heads")
-    if not _is_gemv(x, weight, bias, norm_weight, norm_bias):
+    row = _is_gemv(x, weight, bias, norm_weight, norm_bias)
+    if not row and not _is_step(x, weight, bias):
         y = _norm_linear(x, norm_weight, norm_bias, eps, weight, bias)
         qkv = y.view(*x.shape[:2], 3, heads, head_dim)
         _append_kv(k_cache, v_cache, qkv, None, positions)
@@ -343,12 +344,21 @@ def _norm_qkv(x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, po
     qkv = _norm_qkv_empty(x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, positions)
     _check_norm_linear(x, norm_weight, norm_bias, weight, bias, None)
     _require_caches(k_cache, v_cache, qkv)
-    _require_lengths("positions", positions, 1, qkv)
-    caches = k_cache, v_cache, positions.contiguous()
-    norm = norm_weight, norm_bias, eps
-    out = qkv.view(1, -1)
-    gemv_kernel(_rows(x), weight, bias, None, None, out, norm, caches=caches, ahead=True)
+    _require_lengths("positions", positions, x.shape[0], qkv)
+    caches, out = (k_cache, v_cache, positions.contiguous()), qkv.view(x.shape[0], -1)
+    if row:
+        norm = norm_weight, norm_bias, eps
+        gemv_kernel(_rows(x), weight, bias, None, None, out, norm, caches=caches, ahead=True)
+    else:
+        y = _rows(_layer_norm(x, norm_weight, norm_bias, eps))
+        swap_gemm_kernel(y, weight, bias, None, None, out, ahead=True, caches=caches)
     return qkv
+
+
+def _is_step(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether swap_gemm takes one token of each of several rows, and writes to their caches."""
+    is_step = x.shape[1] == 1 and swap_gemm_takes(x.shape[0], weight)
+    return is_step and _are_dense(weight, bias)
 
 
 _norm_qkv_op = _define(

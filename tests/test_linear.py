@@ -1,7 +1,7 @@
 """ops.linear on the kernels of a CPU and of float32: skinny_gemm for a few rows, gemm for more.
 
 A GPU takes up to 16 rows for few and a CPU up to 2; what is few rows here is so on both. In 16 bits
-up to 64 rows go to other kernels on a GPU, which test_swap_gemm.py and test_gemv.py cover too.
+up to 128 rows go to other kernels on a GPU, which test_swap_gemm.py and test_gemv.py cover too.
 """
 
 import functools

@@ -20,7 +20,6 @@ from minifused.kernels.layer_norm import MAX_COLUMNS_IN_REGISTERS, layer_norm_ke
 from minifused.kernels.limits import shared_memory_limit
 from minifused.kernels.row_softmax import row_softmax_kernel
 from minifused.kernels.skinny_gemm import skinny_gemm_kernel
-from minifused.kernels.split_sum import split_sum_kernel
 from minifused.kernels.swap_gemm import swap_gemm_kernel
 from minifused.kernels.tile import CPU, Tile
 
@@ -71,17 +70,11 @@ def layer_norm(tile, dtype, n=768):
 
 def swap(tile, dtype, m=8, n=2304, k=768):
     chosen = schedule.swap_schedule(tile, m, n, k, dtype)
-    epilogue = ("gelu_tanh", True, True) if chosen.splits == 1 else (None, False, False)
-    return swap_gemm_kernel, tile, n, k, dtype, F32, *epilogue, True, chosen
+    return swap_gemm_kernel, tile, n, k, dtype, F32, "gelu_tanh", True, True, True, chosen
 
 
 def deep_swap(tile, dtype):
     return swap(tile, dtype, n=768, k=3072)
-
-
-def split_sum(tile, dtype):
-    chosen = schedule.split_sum_schedule(tile)
-    return split_sum_kernel, tile, 768, 11, dtype, F32, None, True, True, chosen
 
 
 def gemv(tile, dtype, n=768, k=768):
@@ -126,7 +119,6 @@ def embed(tile, dtype):
 OF_A_STEP = {
     swap: {"W"},
     deep_swap: {"W"},
-    split_sum: set(),
     gemv: {"W", "bias"},
     normed_gemv: {"W", "bias", "gain", "shift"},
     merged_gemv: {"W", "bias"},

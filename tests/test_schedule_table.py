@@ -131,7 +131,7 @@ CHOOSERS = [
 
 CHOOSERS_OF_A_GPU = [
     (lambda: schedule.swap_schedule(H200, 9, 768, 768, BF16), "swap_gemm", "m<=16,n=768,k=768",
-     SwapSchedule(16, 64, 64, 4, 128, 2, 1)),
+     SwapSchedule(16, 64, 64, 4, 128, 2)),
     (lambda: schedule.gemv_schedule(H200, 768, 768, BF16, False), "gemv", "n=768,k=768",
      GemvSchedule(8, 1, 1, 1)),
     (lambda: schedule.gemv_schedule(H200, 768, 768, BF16, True), "gemv", "n=768,k=768,whole rows",

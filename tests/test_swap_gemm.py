@@ -1,4 +1,4 @@
-"""swap_gemm and split_sum: arithmetic on a CPU, CUDA source, and ops.linear on a GPU."""
+"""swap_gemm: arithmetic on a CPU, CUDA source, and ops.linear on a GPU."""
 
 import functools
 import math
@@ -14,8 +14,8 @@ from minifused import ops
 from minifused.kernels import limits, schedule
 from minifused.kernels.build import compile_kernel
 from minifused.kernels.schedule import SwapSchedule
-from minifused.kernels.split_sum import split_sum_kernel
-from minifused.kernels.swap_gemm import swap_gemm_kernel
+from minifused.kernels.swap_gemm import swap_gemm
+from minifused.kernels.swap_gemm_kernel import swap_gemm_kernel
 from minifused.kernels.tile import CPU, Tile
 
 F32, BF16 = "float32", "bfloat16"
@@ -50,61 +50,65 @@ def doubles(*tensors):
 
 
 def run_on_cpu(x, weight, bias, activation, residual, chosen):
-    """Both kernels, as the launcher runs them, with any schedule."""
-    (m, k), n, splits = x.shape, weight.shape[0], chosen.splits
+    (m, k), n = x.shape, weight.shape[0]
     epilogue = activation, bias is not None, residual is not None
-    out, partial = poisoned(m, n), poisoned(splits, m, n)
-    plain = splits == 1
-    kernel = compile_kernel(
-        swap_gemm_kernel,
-        CPU,
-        n,
-        k,
-        F32,
-        F32,
-        *(epilogue if plain else (None, False, False)),
-        True,
-        chosen,
-    )
-    if plain:
-        kernel(x, weight, bias, residual, out)
-        return out
-    kernel(x, weight, None, None, partial)
-    add = compile_kernel(
-        split_sum_kernel, CPU, n, splits, F32, F32, *epilogue, schedule.split_sum_schedule(CPU)
-    )
-    add(partial, bias, residual, out)
+    out = poisoned(m, n)
+    kernel = compile_kernel(swap_gemm_kernel, CPU, n, k, F32, F32, *epilogue, True, chosen)
+    kernel(x, weight, bias, residual, out)
     return out
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "splits", "tiles"),
-    [
-        (3, 77, 200, 1, 1),
-        (17, 33, 70, 1, 2),
-        (5, 300, 70, 3, 2),
-        (2, 16, 64, 4, 1),
-    ],
-    ids=["tails", "last_block_short_of_tiles", "parts_of_K", "more_parts_than_K_has"],
+    ("m", "n", "k", "tiles"),
+    [(3, 77, 200, 1), (17, 33, 70, 2), (5, 300, 70, 2)],
+    ids=["tails", "last_block_short_of_tiles", "many_blocks"],
 )
-def test_tiles_and_parts_cover_all_once(m, n, k, splits, tiles):
+def test_tiles_cover_all_once(m, n, k, tiles):
     draw = normal()
     x, weight, bias, residual = draw(m, k), draw(n, k, std=k**-0.5), draw(n), draw(m, n)
     given = x, weight, bias, "gelu_tanh", residual
-    out = run_on_cpu(*given, SwapSchedule(16, 16, 32, 1, 1, splits, tiles))
+    out = run_on_cpu(*given, SwapSchedule(16, 16, 32, 1, 1, tiles))
     assert_within_bound(out, formula(*doubles(*given)), formula(*given))
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES.values(), ids=EPILOGUES)
-def test_the_epilogue_comes_after_the_sum_of_all_parts(epilogue):
+def test_the_epilogue_comes_after_the_sum(epilogue):
     activation, has_bias, has_residual = epilogue
     draw = normal()
     given = (
         draw(4, 64), draw(40, 64, std=0.2), draw(40) if has_bias else None, activation,
         draw(4, 40) if has_residual else None,
     )  # fmt: skip
-    out = run_on_cpu(*given, SwapSchedule(16, 16, 32, 1, 1, 2, 1))
+    out = run_on_cpu(*given, SwapSchedule(16, 16, 32, 1, 1, 1))
     assert_within_bound(out, formula(*doubles(*given)), formula(*given))
+
+
+@pytest.mark.parametrize("width", [16, 10], ids=["a_kind_a_block", "blocks_of_two_kinds"])
+def test_keys_and_values_go_to_their_rows_of_the_caches(width):
+    draw, (m, capacity) = normal(), (18, 7)
+    x, weight, bias = draw(m, 40), draw(3 * width, 40, std=40**-0.5), draw(3 * width)
+    positions = torch.tensor([-1, 0, 6, 7, 3, 2**31 - 1] * 3, dtype=torch.int32)
+    out = poisoned(m, 3 * width)
+    caches = [torch.full((m, capacity, width), 9.0) for _ in range(2)]
+    kernel = compile_kernel(
+        swap_gemm_kernel, CPU, 3 * width, 40, F32, F32, None, True, False, True,
+        SwapSchedule(16, 16, 32, 1, 1), True,
+    )  # fmt: skip
+    kernel(x, weight, bias, None, out, positions, *caches)
+    given = x, weight, bias, None, None
+    assert_within_bound(out, formula(*doubles(*given)), formula(*given))
+    assert_kept(caches, out, positions)
+
+
+def assert_kept(caches, out, positions):
+    """Each row's key and value lie at its position, and 9 everywhere else."""
+    _, *kinds = out.chunk(3, dim=1)
+    for cache, kind in zip(caches, kinds, strict=True):
+        wanted = torch.full_like(cache, 9.0)
+        for row, position in enumerate(positions.tolist()):
+            if 0 <= position < cache.shape[1]:
+                wanted[row, position] = kind[row].view(cache.shape[2:])
+        assert torch.equal(cache, wanted)
 
 
 # CUDA source
@@ -123,13 +127,13 @@ GPT2 = {  # rows of weight, columns, activation, bias, residual, dtype of the re
 def lowered(tile, m, n, k, out_dtype=F32, activation=None, has_bias=True, has_residual=True):
     """The body of the CUDA kernel, its schedule, and its bytes of dynamic shared memory."""
     chosen = schedule.swap_schedule(tile, m, n, k, BF16)
-    epilogue = (activation, has_bias, has_residual) if chosen.splits == 1 else (None, False, False)
+    epilogue = activation, has_bias, has_residual
     with tile.target:
         kernel = swap_gemm_kernel(tile, n, k, BF16, out_dtype, *epilogue, True, chosen)
         artifact = tilelang.lower(kernel, target=tile.target)
     functions = artifact.device_mod.functions.values()
-    shared = max(int(f.attrs.get("dyn_shared_memory_buf", 0)) for f in functions)
     source = artifact.kernel_source
+    shared = max(int(f.attrs.get("dyn_shared_memory_buf", 0)) for f in functions)
     return source[source.rindex("__launch_bounds__") :], chosen, shared
 
 
@@ -140,10 +144,11 @@ def positions(pattern, source):
 @pytest.mark.parametrize(
     ("arch", "n", "k", "wanted"),
     [
-        ("sm_90a", 768, 3072, {"wgmma_ss", "tma_load"}),
+        ("sm_90a", 4800, 1600, {"wgmma_ss", "tma_load"}),
         ("sm_90a", 2304, 768, {"mma_sync", "ldmatrix", "tma_load"}),
         ("sm_100a", 2304, 768, {"mma_sync", "ldmatrix", "tma_load"}),
         ("sm_80", 768, 768, {"mma_sync", "ldmatrix", "cp_async_gs<16>"}),
+        ("sm_80", 768, 3072, {"mma_sync", "ldmatrix", "cp_async_gs<16>"}),
     ],
 )
 def test_tensor_cores_and_wide_copies_are_used(arch, n, k, wanted):
@@ -164,21 +169,61 @@ def test_only_weights_are_read_ahead_of_the_kernel_before(case, m):
         positions(r"tma_load\(A_desc", source),
     )
     assert trigger < of_weights[0] < sync < of_rows[0]
-    first_ring = re.search(r"slot < (\d+)", source[:sync])
-    assert chosen.num_stages == (int(first_ring.group(1)) if first_ring else 1)
+    first_ring = re.search(r"i < (\d+)", source[trigger:sync])
+    assert chosen.num_stages == int(first_ring.group(1))
     for tensor in ("C", "R", "bias"):
         assert all(place > sync for place in positions(rf"\b{tensor}\[", source))
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(8, 50304, 768), (64, 1600, 1600), (8, 4800, 1600)])
-def test_a_slot_is_filled_again_once_all_threads_have_read_it(m, n, k):
-    source, _, _ = lowered(H200, m, n, k)
-    loop = source[source.index(".wait(") :]
-    product = max(positions("mma_sync|wgmma_ss", loop))
-    refill = positions("tma_load", loop)[0]
-    assert "__syncthreads();" in loop[product:refill]
-    assert "warpgroup_wait<0>" in loop[product:refill] or "wgmma" not in loop
-    assert len(positions(r"arrive_and_expect_tx\(", source)) == 2  # first fill, and again
+@pytest.mark.parametrize(
+    ("m", "n", "k", "groups"), [(8, 50304, 768, 1), (128, 768, 3072, 4), (16, 1600, 6400, 8)]
+)
+def test_a_slot_is_filled_again_once_all_its_threads_have_read_it(m, n, k, groups):
+    source, chosen, _ = lowered(H200, m, n, k)
+    assert chosen.groups == groups
+    loops = source[source.index(".wait(") :]
+    refills = positions(r"tma_load\(W_desc", loops)[:: 1 + (chosen.block_k > 64)]
+    assert len(refills) == len(positions(r"\.wait\(", loops)) == groups
+    assert chosen.num_stages % groups == 0  # a group sees each phase of its slots' barriers
+    for refill in refills:
+        product = max(match for match in positions("mma_sync|wgmma_ss", loops) if match < refill)
+        threads = chosen.num_threads // groups
+        sync = r"__syncthreads\(" if groups == 1 else rf"__sync_thread_partial\(\d+, {threads}\)"
+        assert re.search(sync, loops[product:refill])
+        assert "warpgroup_wait<0>" in loops[product:refill] or "wgmma" not in loops
+    assert len(positions(r"arrive_and_expect_tx\(", source)) == 1 + groups
+
+
+@pytest.mark.parametrize("case", ["o", "fc2"])
+def test_no_group_waits_for_another_before_the_sums(case):
+    n, k, *_ = GPT2[case]
+    for m in (8, 32, 128):
+        source, chosen, _ = lowered(H200, m, n, k)
+        waits, products = positions(r"\.wait\(", source), positions("mma_sync", source)
+        assert len(waits) == chosen.groups > 1
+        assert "__syncthreads" not in source[waits[0] : products[-1]]
+        assert source[products[-1] :].count("__syncthreads") == 1
+
+
+@pytest.mark.parametrize(("k", "steps"), [(64, 1), (192, 3), (320, 5), (768, 12)])
+def test_a_group_without_a_step_waits_for_none(k, steps):
+    chosen = SwapSchedule(16, 16, 64, 12, 256, groups=8)
+    with H200.target:
+        kernel = swap_gemm_kernel(H200, 768, k, BF16, F32, None, True, True, True, chosen)
+        source = tilelang.lower(kernel, target=H200.target).kernel_source
+    assert len(positions(r"\.wait\(", source)) == min(steps, 8)
+    assert len(positions("mma_sync", source)) == 2 * min(steps, 8)  # 16 x 8 each
+
+
+@pytest.mark.parametrize("case", ["qkv", "o", "fc1", "fc2"])
+def test_stores_are_wide_and_go_along_rows(case):
+    n, k, *epilogue = GPT2[case]
+    for m in (8, 32, 128):
+        source, chosen, _ = lowered(H200, m, n, k, epilogue[3], *epilogue[:3])
+        (store,) = re.findall(r"^ *(.*\bC\b.*) = .*;$", source, re.MULTILINE)
+        elements = chosen.block_n * chosen.block_m // chosen.num_threads  # of a thread
+        wide = r"\*\((float[24]|uint[12])\*\)\(C" if elements > 1 else r"C\[.*& \(int64_t\)15\)\)\]"
+        assert re.match(wide, store)
 
 
 def test_barriers_are_taken_by_all_threads():
@@ -194,16 +239,18 @@ def test_barriers_are_taken_by_all_threads():
 @pytest.mark.parametrize("case", GPT2)
 def test_shared_memory_is_as_counted(case):
     n, k, *epilogue = GPT2[case]
-    for m in (16, 64):
-        _, chosen, shared = lowered(H200, m, n, k, F32, *epilogue[:3])
+    for m in (16, 64, 128):
+        source, chosen, shared = lowered(H200, m, n, k, F32, *epilogue[:3])
         assert shared == limits.shared_memory(H200, "swap_gemm", BF16, chosen)
+        found = re.search(r"float sums\[(\d+)\]", source)
+        assert limits.staged_bytes(chosen) == (4 * int(found.group(1)) if found else 0)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_100a"])
 @pytest.mark.parametrize("width", [8, 64, 72, 768, 1024, 1280, 1600, 4096])
 def test_the_rules_keep_the_limits(arch, width):
     tile = Tile(arch)
-    for m in (2, 16, 17, 33, 64):
+    for m in (2, 16, 17, 33, 64, 65, 128):
         for n, k in [
             (1, width),
             (77, width),
@@ -213,9 +260,8 @@ def test_the_rules_keep_the_limits(arch, width):
         ]:
             chosen = schedule.swap_schedule(tile, m, n, k, BF16)
             assert limits.violation(tile, "swap_gemm", BF16, chosen) == ""
-            assert m <= chosen.block_m < max(17, 2 * m)
-            columns = chosen.block_k * math.ceil(k / chosen.block_k / chosen.splits)
-            assert columns * (chosen.splits - 1) < k <= columns * chosen.splits
+            assert chosen.block_m < max(17, 2 * m)
+            assert chosen.groups <= math.ceil(k / chosen.block_k)
 
 
 # On a GPU
@@ -237,7 +283,7 @@ def check(m, n, k, dtype, activation=None, has_bias=True, has_residual=False, ou
 
 
 on_16_bits = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-ROWS = (2, 3, 8, 15, 16, 17, 32, 33, 64)
+ROWS = (2, 3, 8, 15, 16, 17, 32, 33, 64, 65, 100, 128)
 
 
 @pytest.mark.parametrize("m", ROWS)
@@ -259,7 +305,7 @@ def test_odd_sizes(m, n, k):
 
 
 @pytest.mark.parametrize("n", [1600, 4800, 6400, 50304])
-@pytest.mark.parametrize("m", [8, 64])
+@pytest.mark.parametrize("m", [8, 32, 64, 128])
 @needs_cuda
 def test_gpt2_xl(m, n):
     check(m, n, 1600, torch.bfloat16, out_dtype=torch.float32, has_residual=n == 1600)
@@ -268,7 +314,7 @@ def test_gpt2_xl(m, n):
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES.values(), ids=EPILOGUES)
-@pytest.mark.parametrize(("n", "k"), [(96, 72), (96, 1024)], ids=["whole", "split"])
+@pytest.mark.parametrize(("n", "k"), [(96, 72), (96, 1024)], ids=["short", "deep"])
 @pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=str)
 @on_16_bits
 @needs_cuda
@@ -277,7 +323,7 @@ def test_epilogues(n, k, epilogue, dtype, out_dtype):
 
 
 @pytest.mark.parametrize("case", GPT2)
-@pytest.mark.parametrize("m", [8, 33])
+@pytest.mark.parametrize("m", [8, 33, 128])
 @needs_cuda
 def test_results_repeat_bit_for_bit(m, case):
     n, k, activation, has_bias, has_residual, _ = GPT2[case]
@@ -288,6 +334,24 @@ def test_results_repeat_bit_for_bit(m, case):
         again = poisoned(m, n, device="cuda")
         ops.linear(*given, out=again)
         assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("heads", [12, 3], ids=["gpt2", "blocks_of_two_kinds"])
+@pytest.mark.parametrize("m", [2, 8, 17, 32, 64, 128])
+@on_16_bits
+@needs_cuda
+def test_caches_on_a_gpu(m, heads, dtype):
+    draw, k, capacity = normal("cuda", dtype), 64 * heads, 50
+    d = 64 if heads == 12 else 8
+    n = 3 * heads * d
+    x, weight, bias = draw(m, k), draw(n, k, std=k**-0.5), draw(n)
+    places = torch.arange(m, dtype=torch.int32, device="cuda") * 7 % 54 - 2
+    caches = [torch.full((m, capacity, heads, d), 9.0, dtype=dtype, device="cuda") for _ in "kv"]
+    out = poisoned(m, n, device="cuda", dtype=dtype)
+    swap_gemm(x, weight, bias, None, None, out, True, (*caches, places))
+    given = x, weight, bias, None, None
+    assert_within_bound(out, formula(*doubles(*given)), formula(*given))
+    assert_kept(caches, out, places)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])

@@ -262,7 +262,6 @@ UNUSED = [
     ),
     ("skinny_gemm", LinearWorkload("", 1, 768, 768), "it goes to gemv"),
     ("gemm", LinearWorkload("", 17, 768, 768), "it goes to swap_gemm"),
-    ("swap_gemm", LinearWorkload("", 8, 768, 3072), "it is cut into parts"),
     ("row_softmax", SoftmaxWorkload("", 64, 50257), "it goes to piece_values"),
     ("decode_attention", DecodeWorkload("", (9,), 16, 2, 64), "it goes to decode_attention_split"),
 ]

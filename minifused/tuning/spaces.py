@@ -69,13 +69,18 @@ def skinny_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SkinnySch
 
 
 def swap_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SwapSchedule]:
-    """K whole: the sum of its parts is another kernel."""
-    rows = max(16, next_power_of_2(w.m))
-    tiles = (1, 2, 3) if has_bulk_copies(tile, w.k * ITEM_BYTES[dtype]) else (1,)
-    for n, k, stages, count in product((16, 32, 64, 128), (64, 128), (3, 4, 6, 8), tiles):
-        if stages <= count * -(-w.k // k):
-            threads = min(128, 32 * (n // 16) * (rows // 8))
-            yield SwapSchedule(rows, n, k, stages, threads, 1, count)
+    most = max(16, next_power_of_2(w.m))
+    has_ring = has_bulk_copies(tile, w.k * ITEM_BYTES[dtype])
+    rows = [m for m in (16, 32, 64, 128) if m == most or (has_ring and most // 4 <= m < most)]
+    for m, n, warps in product(rows, (16, 32, 64, 128), (1, 2, 4, 8)):
+        k = min(64, max(16, next_power_of_2(w.k)))
+        steps, blocks = -(-w.k // k), -(-w.m // m) * -(-w.n // n)
+        shares = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (3, 1)] if has_ring else [(1, 1)]
+        for tiles, groups in shares:
+            fits = groups <= steps and tiles <= max(1, blocks // 66) and warps * groups <= 16
+            if (fits and 16 <= m * n // warps // 32 <= 64) or (m, n, warps) == (16, 16, 1):
+                for stages in {min(count, tiles * steps) for count in (4, 8, 12, 24)}:
+                    yield SwapSchedule(m, n, k, stages, 32 * warps * groups, tiles, groups)
 
 
 def gemv(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[GemvSchedule]:

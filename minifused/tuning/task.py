@@ -62,8 +62,6 @@ class Task:
         other = kernel_of(self.tile, self.dtype_name, self.workload)
         if other != self.tunable.name:
             return f"in {self.dtype_name} on this device it goes to {other}"
-        if getattr(self.recipe()[2], "splits", 1) > 1:
-            return "it is cut into parts, which a second kernel adds"
         return ""
 
     def shared_memory(self, schedule: Schedule) -> int:

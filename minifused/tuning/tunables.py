@@ -67,7 +67,7 @@ def _linear_blocks(w: LinearWorkload, s: Any) -> int:
 
 
 def _swap_blocks(w: LinearWorkload, s: Any) -> int:
-    return _ceil(w.m, s.block_m) * _ceil(w.n, s.block_n * s.tiles) * s.splits
+    return _ceil(w.m, s.block_m) * _ceil(w.n, s.block_n * s.tiles)
 
 
 def _gemv_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:

@@ -1,0 +1,75 @@
+"""What swap_gemm makes of its products: the epilogue, and wide stores, as macros of a block."""
+
+import functools
+import operator
+
+import tilelang.language as T
+
+from minifused.kernels.epilogue import finish
+
+
+@T.macro
+def load_places(tile, caches, row, places):
+    if caches is not None:
+        for j in tile.parallel(places.shape[0]):
+            if row + j < caches[0].shape[0]:
+                places[j] = caches[0][row + j]
+
+
+@T.macro
+def load_tile(tile, X, row, col, fragment):
+    if fragment is not None:
+        for j, i in tile.parallel(fragment.shape[0], fragment.shape[1]):
+            if row + j < X.shape[0] and col + i < X.shape[1]:
+                fragment[j, i] = X[row + j, col + i]
+
+
+@T.macro
+def finish_tile(tile, activation, total, bias, residual, done):
+    """done (block_m, block_n) = act(total(i, j) + bias[i]) + residual[j, i], in its dtype."""
+    for j, i in tile.parallel(done.shape[0], done.shape[1]):
+        b = None if bias is None else bias[i]
+        r = None if residual is None else residual[j, i]
+        done[j, i] = T.cast(finish(tile, activation, total(i, j), b, r), done.dtype)
+
+
+@T.macro
+def store(tile, done, C, row, col):
+    """C (m, n) from row and col on = done."""
+    for j, i in tile.parallel(done.shape[0], done.shape[1]):
+        if row + j < C.shape[0] and col + i < C.shape[1]:
+            C[row + j, col + i] = done[j, i]
+
+
+@T.macro
+def keep(tile, done, caches, places, row, col):
+    """Of a packed query, key and value the latter two also go to rows `places` of their caches."""
+    if caches is not None:
+        width = caches[1].shape[2]
+        _append(tile, done, places, caches[1], width, row, col)
+        _append(tile, done, places, caches[2], 2 * width, row, col)
+
+
+@T.macro
+def _append(tile, done, places, cache, start, row, col):
+    """Row places[j] of cache (m, capacity, width) = columns from `start` on, if there is one."""
+    capacity, width = cache.shape[1], cache.shape[2]
+    if col + done.shape[1] > start and col < start + width:
+        for j, i in tile.parallel(done.shape[0], done.shape[1]):
+            if row + j < cache.shape[0] and places[j] >= 0 and places[j] < capacity:
+                if _is_of(col + i - start, width, done.shape[1]):
+                    cache[row + j, places[j], col + i - start] = done[j, i]
+
+
+def _is_of(col, width, block_n):
+    """Whether a column lies in a cache: known of all of a block if blocks end where caches do."""
+    return int(width) % int(block_n) == 0 or T.And(col >= 0, col < width)
+
+
+def element(acc, i, j):
+    return acc[i, j]
+
+
+def sum_of(sums, i, j):
+    """The products of all groups, in their order."""
+    return functools.reduce(operator.add, (sums[g, j, i] for g in range(int(sums.shape[0]))))
