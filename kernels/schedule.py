@@ -222,18 +222,18 @@ def _team(block_m: int, block_n: int) -> int:
     return 256 if block_n == 128 and block_m >= 64 else 128
 
 
-def gemv_schedule(tile: Tile, n: int, k: int, dtype: str, whole_rows: bool) -> GemvSchedule:
-    """`whole_rows`: each warp needs all columns, as for a layer norm."""
-    rule = _gemv_rule(n, k, whole_rows)
-    return tuned(tile, "gemv", buckets.gemv(n, k, whole_rows), dtype, rule)
+def gemv_schedule(tile: Tile, n: int, k: int, dtype: str, normed: bool) -> GemvSchedule:
+    """`normed`: the row is that of a layer norm, which takes registers."""
+    rule = _gemv_rule(n, k, normed)
+    return tuned(tile, "gemv", buckets.gemv(n, k, normed), dtype, rule)
 
 
-def _gemv_rule(n: int, k: int, whole_rows: bool) -> GemvSchedule:
-    """As measured on whole steps of GPT-2: what each block does to the row wants large blocks."""
+def _gemv_rule(n: int, k: int, normed: bool) -> GemvSchedule:
+    """As measured on whole steps of GPT-2."""
     split_k, groups, warp_n = 1, 8, 4 if n >= 3072 else 2
-    if not whole_rows and k <= 1024:
+    if not normed and k <= 1024:
         split_k = max(1, k // 256)
-    elif not whole_rows:
+    elif not normed:
         split_k, groups, warp_n = (1, 16, 1) if k <= 2048 else (-(-k // 1280), 8, 1)
     vectors = -(-k // (256 * split_k))  # of a row, in registers
     warp_n = min(warp_n, max(1, 16 // vectors))

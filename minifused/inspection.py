@@ -168,7 +168,7 @@ def _gemv(tile: Tile, dtype: str, w: LinearWorkload) -> tuple[Callable, tuple, A
 
 
 def _gemv_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> schedule.GemvSchedule:
-    return schedule.gemv_schedule(tile, n, k, dtype, whole_rows=False)
+    return schedule.gemv_schedule(tile, n, k, dtype, normed=False)
 
 
 def _attention(tile: Tile, dtype: str, w: AttentionWorkload) -> tuple[Callable, tuple, Any]:

@@ -23,12 +23,19 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 
 class Affine(nn.Module):
-    """Weight (N, K) and bias (N,) of a linear layer, or both (N,) of a layer norm."""
+    """Weight (N, K) and bias (N,) of a linear layer, or both (N,) of a layer norm.
+
+    `sums` of a layer behind a norm come from both: see `ops.norm_sums`.
+    """
 
     def __init__(self, *shape: int):
         super().__init__()
+        self.sums: Tensor | None = None
         self.weight = _parameter(*shape)
         self.bias = _parameter(shape[0])
+
+    def fold(self, norm: "Affine") -> None:
+        self.sums = ops.norm_sums(norm.weight, norm.bias, self.weight, self.bias)
 
 
 class Attention(nn.Module):
@@ -47,12 +54,13 @@ class Attention(nn.Module):
         """x (B, T, C), float32, plus the attention of its layer norm."""
         c_attn, c_proj = self.c_attn, self.c_proj
         if cache is None:
-            qkv = ops.norm_linear(x, *norm, c_attn.weight, c_attn.bias)  # (B, T, 3 * C)
+            sums = c_attn.sums
+            qkv = ops.norm_linear(x, *norm, c_attn.weight, c_attn.bias, sums=sums)  # (B, T, 3 * C)
             qkv = rearrange(qkv, "b t (three h d) -> b t three h d", three=3, h=self.n_head)
             y = ops.attention(qkv, scale=self.scale)
         else:
             kv, start = (cache.keys[self.layer], cache.values[self.layer]), cache.lengths
-            qkv = ops.norm_qkv(x, *norm, c_attn.weight, c_attn.bias, *kv, start)
+            qkv = ops.norm_qkv(x, *norm, c_attn.weight, c_attn.bias, *kv, start, c_attn.sums)
             if x.shape[1] == 1:
                 ends, projection = cache.ends, (c_proj.weight, c_proj.bias)
                 return ops.decode_attention_linear(qkv, *kv, ends, self.scale, *projection, x)
@@ -82,7 +90,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, norm: tuple[Tensor, Tensor, float]) -> Tensor:
         """x (B, T, C), float32, plus the MLP of its layer norm."""
         c_fc, c_proj = self.c_fc, self.c_proj
-        y = ops.norm_linear(x, *norm, c_fc.weight, c_fc.bias, self.activation)
+        y = ops.norm_linear(x, *norm, c_fc.weight, c_fc.bias, self.activation, c_fc.sums)
         return ops.linear(y, c_proj.weight, c_proj.bias, residual=x, constant=True)
 
 
@@ -124,6 +132,7 @@ class GPTModel(nn.Module):
         self.ln_f = Affine(config.n_embd)
         if not config.tie_word_embeddings:
             self.lm_head = nn.ParameterDict({"weight": _parameter(padded, config.n_embd)})
+        self.head_sums: Tensor | None = None
 
     @classmethod
     def from_weights(
@@ -147,7 +156,21 @@ class GPTModel(nn.Module):
                 weight = F.pad(weight, (0, 0, 0, padding))
             state[name] = weight.contiguous()
         model.load_state_dict(state, assign=True)
+        model.fold_norms()
         return model.requires_grad_(False).eval()
+
+    @property
+    def head(self) -> Tensor:
+        """(padded vocabulary, C): one row of scores a token."""
+        return (self.wte if self.config.tie_word_embeddings else self.lm_head)["weight"]
+
+    def fold_norms(self) -> None:
+        """Take from the weights, as they are now, what lets a step do without its layer norms."""
+        for block in self.modules():
+            if isinstance(block, Block):
+                block.attn.c_attn.fold(block.ln_1)
+                block.mlp.c_fc.fold(block.ln_2)
+        self.head_sums = ops.norm_sums(self.ln_f.weight, self.ln_f.bias, self.head)
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """An empty cache for `batch_size` rows of up to `capacity` positions."""
@@ -200,9 +223,9 @@ class GPTModel(nn.Module):
             cache.advance(count if lengths is None else lengths, cache.longest + count)
         if last_only:
             x = _last_valid(x, lengths)
-        head = self.wte if self.config.tie_word_embeddings else self.lm_head
         norm = self.ln_f.weight, self.ln_f.bias, self.config.layer_norm_epsilon
-        return ops.norm_linear(x, *norm, head["weight"], out_dtype=torch.float32)
+        sums = self.head_sums
+        return ops.norm_linear(x, *norm, self.head, sums=sums, out_dtype=torch.float32)
 
     def _embed(self, tokens: Tensor, cache: KVCache | None, lengths: Tensor | None) -> Tensor:
         weights = self.wte["weight"], self.wpe["weight"]

@@ -25,6 +25,7 @@ from minifused.kernels.epilogue import ACTIVATIONS
 from minifused.kernels.flash_attention import flash_attention as flash_attention_kernel
 from minifused.kernels.gemm import gemm as gemm_kernel
 from minifused.kernels.gemv import gemv as gemv_kernel
+from minifused.kernels.gemv import norm_sums as gemv_norm_sums
 from minifused.kernels.gemv import takes as gemv_takes
 from minifused.kernels.layer_norm import layer_norm as layer_norm_kernel
 from minifused.kernels.row_softmax import row_softmax as row_softmax_kernel
@@ -252,6 +253,20 @@ def linear(
 # Linear of a layer norm, as one kernel where x is one row in 16 bits on a GPU
 
 
+def norm_sums(
+    norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor | None:
+    """What `norm_linear` and `norm_qkv` take as `sums`: see there for the arguments.
+
+    Returns:
+        weight @ norm_weight, and weight @ norm_bias + bias, (2, N) float32; None where no kernel
+        makes use of them.
+    """
+    if not gemv_takes(1, weight):
+        return None
+    return gemv_norm_sums(norm_weight, norm_bias, weight, bias)
+
+
 def _is_gemv(x: Tensor, weight: Tensor, *constants: Tensor | None) -> bool:
     """Whether gemv takes a row of the residual stream, and its constants without copies."""
     is_row = x.dtype == torch.float32 and x.shape[:-1].numel() == 1
@@ -259,39 +274,38 @@ def _is_gemv(x: Tensor, weight: Tensor, *constants: Tensor | None) -> bool:
 
 
 def _norm_linear_empty(
-    x, norm_weight, norm_bias, eps, weight, bias=None, activation=None, out_dtype=None
+    x, norm_weight, norm_bias, eps, weight, bias=None, activation=None, sums=None, out_dtype=None
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or weight.dtype)
 
 
 def _norm_linear(
-    x, norm_weight, norm_bias, eps, weight, bias=None, activation=None, out_dtype=None
+    x, norm_weight, norm_bias, eps, weight, bias=None, activation=None, sums=None, out_dtype=None
 ) -> Tensor:
-    if not _is_gemv(x, weight, bias, norm_weight, norm_bias):
+    if sums is None or not _is_gemv(x, weight, norm_weight, sums):
         y = _layer_norm(x, norm_weight, norm_bias, eps)
         return _linear(y, weight, bias, activation, None, True, out_dtype)
-    out = _norm_linear_empty(x, norm_weight, norm_bias, eps, weight, bias, activation, out_dtype)
-    _check_norm_linear(x, norm_weight, norm_bias, weight, bias, activation)
-    norm = norm_weight, norm_bias, eps
-    gemv_kernel(_rows(x), weight, bias, activation, None, _rows(out), norm, ahead=True)
+    out = _norm_linear_empty(x, norm_weight, norm_bias, eps, weight, out_dtype=out_dtype)
+    _check_normed(x, norm_weight, weight, activation, sums)
+    norm = norm_weight, sums, eps
+    gemv_kernel(_rows(x), weight, None, activation, None, _rows(out), norm, ahead=True)
     return out
 
 
-def _check_norm_linear(x, norm_weight, norm_bias, weight, bias, activation) -> None:
+def _check_normed(x, norm_weight, weight, activation, sums) -> None:
     n, k = weight.shape
     if x.shape[-1] != k:
         _refuse("x", x, f"(..., {k}), as weight has {k} columns")
-    for name, tensor, size in (("norm_weight", norm_weight, k), ("norm_bias", norm_bias, k)):
-        _require_like(name, tensor, (size,), weight)
-    if bias is not None:
-        _require_like("bias", bias, (n,), weight)
+    _require_like("norm_weight", norm_weight, (k,), weight)
+    _require_like("sums", sums, (2, n), x)
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}: expected None or one of {ACTIVATIONS}")
 
 
 _norm_linear_op = _define(
     "norm_linear(Tensor x, Tensor norm_weight, Tensor norm_bias, float eps, Tensor weight, "
-    "Tensor? bias=None, str? activation=None, ScalarType? out_dtype=None) -> Tensor",
+    "Tensor? bias=None, str? activation=None, Tensor? sums=None, ScalarType? out_dtype=None) "
+    "-> Tensor",
     _norm_linear,
     _norm_linear_empty,
 )
@@ -305,52 +319,60 @@ def norm_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
+    sums: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """activation(layer_norm(x) @ weight^T + bias): see `layer_norm` and `linear`.
 
-    One kernel for a single float32 row and 16-bit weights on a GPU, otherwise those two.
+    With sums, one kernel for a single float32 row and 16-bit weights on a GPU; otherwise those two.
 
     Args:
         x: (..., K), in any dtype. norm_weight, norm_bias: (K,). weight: (N, K). bias: (N,). All
             but x of one dtype, and constant as in `linear`.
+        sums: what `norm_sums` makes of these four, constant too.
         out_dtype: of the result; weight's if None.
 
     Returns:
         (..., N).
     """
-    return _norm_linear_op(x, norm_weight, norm_bias, eps, weight, bias, activation, out_dtype)
+    constants = norm_weight, norm_bias, eps, weight, bias
+    return _norm_linear_op(x, *constants, activation, sums, out_dtype)
 
 
 def _norm_qkv_empty(
-    x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, positions
+    x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, positions, sums=None
 ) -> Tensor:
     heads, head_dim = k_cache.shape[-2:]
     return x.new_empty((*x.shape[:2], 3, heads, head_dim), dtype=weight.dtype)
 
 
-def _norm_qkv(x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, positions) -> Tensor:
+def _norm_qkv(
+    x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, positions, sums=None
+) -> Tensor:
     if k_cache.dim() != 4 or x.dim() != 3:
         _refuse("k_cache", k_cache, "(B, capacity, H, D), and x (B, T, C)")
     heads, head_dim = k_cache.shape[2:]
     if weight.shape[0] != 3 * heads * head_dim:
         _refuse("weight", weight, f"{3 * heads * head_dim} rows, as k_cache has {heads} heads")
-    row = _is_gemv(x, weight, bias, norm_weight, norm_bias)
+    row = sums is not None and _is_gemv(x, weight, norm_weight, sums)
     if not row and not _is_step(x, weight, bias):
         y = _norm_linear(x, norm_weight, norm_bias, eps, weight, bias)
         qkv = y.view(*x.shape[:2], 3, heads, head_dim)
         _append_kv(k_cache, v_cache, qkv, None, positions)
         return qkv
     qkv = _norm_qkv_empty(x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, positions)
-    _check_norm_linear(x, norm_weight, norm_bias, weight, bias, None)
     _require_caches(k_cache, v_cache, qkv)
     _require_lengths("positions", positions, x.shape[0], qkv)
     caches, out = (k_cache, v_cache, positions.contiguous()), qkv.view(x.shape[0], -1)
     if row:
-        norm = norm_weight, norm_bias, eps
-        gemv_kernel(_rows(x), weight, bias, None, None, out, norm, caches=caches, ahead=True)
+        _check_normed(x, norm_weight, weight, None, sums)
+        norm = norm_weight, sums, eps
+        gemv_kernel(_rows(x), weight, None, None, None, out, norm, caches=caches, ahead=True)
     else:
         y = _rows(_layer_norm(x, norm_weight, norm_bias, eps))
+        _require_like("weight", weight, (weight.shape[0], y.shape[1]), y)
+        if bias is not None:
+            _require_like("bias", bias, weight.shape[:1], weight)
         swap_gemm_kernel(y, weight, bias, None, None, out, ahead=True, caches=caches)
     return qkv
 
@@ -363,7 +385,8 @@ def _is_step(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 _norm_qkv_op = _define(
     "norm_qkv(Tensor x, Tensor norm_weight, Tensor norm_bias, float eps, Tensor weight, "
-    "Tensor? bias, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor positions) -> Tensor",
+    "Tensor? bias, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor positions, Tensor? sums=None) "
+    "-> Tensor",
     _norm_qkv,
     _norm_qkv_empty,
 )
@@ -379,6 +402,7 @@ def norm_qkv(
     k_cache: Tensor,
     v_cache: Tensor,
     positions: Tensor,
+    sums: Tensor | None = None,
 ) -> Tensor:
     """Query, key and value of layer_norm(x), of which the latter two also go to the caches.
 
@@ -388,11 +412,13 @@ def norm_qkv(
         x: (B, T, C). norm_weight, norm_bias: (C,). weight: (3 * H * D, C). bias: (3 * H * D,).
         k_cache, v_cache: whole contiguous buffers, (B, capacity, H, D).
         positions: (B,) int32, where the first of the T rows goes.
+        sums: (2, 3 * H * D), as in `norm_linear`.
 
     Returns:
         The packed qkv (B, T, 3, H, D).
     """
-    return _norm_qkv_op(x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, positions)
+    constants = norm_weight, norm_bias, eps, weight, bias
+    return _norm_qkv_op(x, *constants, k_cache, v_cache, positions, sums)
 
 
 # Attention: q (B, Tq, H, D) against k, v (B, Tk, H, D), or one packed qkv (B, T, 3, H, D)

@@ -80,10 +80,13 @@ def test_wrong_shapes_are_refused(device):
 def test_norm_linear_of_a_row(k, n, activation, dtype):
     weights = parameters(n, k, "cuda", dtype)
     x = residual_stream(1, 1, k, device="cuda")
-    y = ops.norm_linear(x, *weights[:2], EPS, *weights[2:], activation)
-    assert_within_bound(y, *norm_reference(x, *weights, activation=activation))
+    sums = ops.norm_sums(*weights)
+    for given in (None, sums):
+        y = ops.norm_linear(x, *weights[:2], EPS, *weights[2:], activation, given)
+        assert_within_bound(y, *norm_reference(x, *weights, activation=activation))
     for _ in range(5):
-        assert torch.equal(y, ops.norm_linear(x, *weights[:2], EPS, *weights[2:], activation))
+        again = ops.norm_linear(x, *weights[:2], EPS, *weights[2:], activation, sums)
+        assert torch.equal(y, again)
 
 
 @HALVES
@@ -92,15 +95,15 @@ def test_norm_linear_of_a_row(k, n, activation, dtype):
 def test_a_layer_of_one_row(heads, head_dim, dtype):
     width, capacity = heads * head_dim, 700
     weights = parameters(3 * width, width, "cuda", dtype)
+    sums = ops.norm_sums(*weights)
     draw = normal("cuda", dtype, seed=4)
     projection, bias = draw(width, width, std=width**-0.5), draw(width)
     for length in (0, 1, 63, 64, 511, 699):
         k_cache, v_cache = draw(1, capacity, heads, head_dim), draw(1, capacity, heads, head_dim)
         k_cache[:, length:], v_cache[:, length:] = torch.nan, torch.nan  # as if never written
         x = residual_stream(1, 1, width, device="cuda", seed=length)
-        qkv = ops.norm_qkv(
-            x, *weights[:2], EPS, *weights[2:], k_cache, v_cache, int32(length, device="cuda")
-        )
+        at = int32(length, device="cuda")
+        qkv = ops.norm_qkv(x, *weights[:2], EPS, *weights[2:], k_cache, v_cache, at, sums)
         exact, eager = norm_reference(x, *weights)
         assert_within_bound(qkv.flatten(2), exact, eager)
         assert torch.equal(k_cache[:, length], qkv[:, 0, 1])
@@ -118,6 +121,22 @@ def test_a_layer_of_one_row(heads, head_dim, dtype):
 
         given = qkv[:, :, 0], k_cache, v_cache, projection, bias
         assert_within_bound(y, attend(*(t.double() for t in given), x.double()), attend(*given, x))
+
+
+def test_sums_of_a_norm_are_for_kernels_that_take_them():
+    assert ops.norm_sums(*parameters(48, 192, "cpu", torch.float32)) is None
+
+
+@needs_cuda
+def test_sums_of_a_norm_and_their_shape():
+    gain, shift, weight, bias = weights = parameters(5000, 192, "cuda", torch.bfloat16)
+    sums = ops.norm_sums(*weights)
+    wide = [t.double() for t in weights]
+    expected = torch.stack([wide[2] @ wide[0], wide[2] @ wide[1] + wide[3]])
+    assert torch.equal(sums, expected.float())
+    x = residual_stream(1, 1, 192, device="cuda")
+    with pytest.raises(ValueError, match="sums is"):
+        ops.norm_linear(x, gain, shift, EPS, weight, bias, sums=sums[:, 1:].contiguous())
 
 
 @needs_cuda

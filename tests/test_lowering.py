@@ -120,7 +120,7 @@ OF_A_STEP = {
     swap: {"W"},
     deep_swap: {"W"},
     gemv: {"W", "bias"},
-    normed_gemv: {"W", "bias", "gain", "shift"},
+    normed_gemv: {"W", "bias", "gain", "sums"},
     merged_gemv: {"W", "bias"},
     decode_split: set(),
     combine: set(),

@@ -134,7 +134,7 @@ CHOOSERS_OF_A_GPU = [
      SwapSchedule(16, 64, 64, 4, 128, 2)),
     (lambda: schedule.gemv_schedule(H200, 768, 768, BF16, False), "gemv", "n=768,k=768",
      GemvSchedule(8, 1, 1, 1)),
-    (lambda: schedule.gemv_schedule(H200, 768, 768, BF16, True), "gemv", "n=768,k=768,whole rows",
+    (lambda: schedule.gemv_schedule(H200, 768, 768, BF16, True), "gemv", "n=768,k=768,norm",
      GemvSchedule(8, 1, 1, 1)),
 ]  # fmt: skip
 

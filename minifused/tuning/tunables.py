@@ -96,7 +96,7 @@ def _swap_bucket(w: LinearWorkload) -> str:
 
 
 def _gemv_bucket(w: LinearWorkload) -> str:
-    return buckets.gemv(w.n, w.k, whole_rows=False)
+    return buckets.gemv(w.n, w.k, normed=False)
 
 
 def _vector(n: int, k: int) -> tuple[Workload, ...]:
