@@ -79,7 +79,7 @@ def swap_gemm_kernel(
         with T.Kernel(*grid, threads=threads) as (bx, by):
             W_shared = tile.shared((*slots, block_n, block_k), dtype)
             A_shared = tile.shared((*slots, block_m, block_k), dtype)
-            places = tile.shared((block_m,), "int32")
+            places = fixed(tile, (block_m,), "int32")
             norms = fixed(tile, (block_m, 2), f32) if fold else None
             s = T.alloc_local(moments_shape(block_m, parts, threads), f32) if fold else None
             b = tile.fragment((block_n,), f32 if fold else dtype) if has_bias or fold else None
@@ -98,8 +98,10 @@ def swap_gemm_kernel(
             tile.pdl_sync()
             load_moments(norm, row, s, block_m, threads)
             fill(ring, load_rows)
-            load_places(tile, caches, row, places)
+            if has_ring:
+                T.sync_threads()  # or TileLang has one later, where warps would wait for loads
             merge_moments(fold, k, s, norms, threads)
+            load_places(tile, caches, row, places)
             for t in T.serial(tiles):
                 col = first + t * block_n
                 load_bias(tile, bias, norm, col, b, slope)
