@@ -25,7 +25,7 @@ MAX_THREADS = 1024  # of a block
 THREADS_AN_SM = 2048
 PRODUCER_THREADS = 128  # that TileLang adds to a block whose copies it gives warps of their own
 MAX_ACCUMULATORS = 192  # float32 a thread: it has 255 registers, for addresses and operands too
-STATIC_BYTES = 47 * 1024  # of shared memory whose size is fixed: 48 KiB less barriers
+STATIC_BYTES = 46 * 1024  # of shared memory whose size is fixed: 48 KiB less barriers and the like
 CPU_TILE_BYTES = 1 << 20  # local arrays lie on the C stack
 
 # Kernels whose tiles go through a pipeline in shared memory.
@@ -77,8 +77,8 @@ def staged_bytes(s: SwapSchedule) -> int:
 
 
 def swap_bytes(tile: Tile, s: SwapSchedule) -> int:
-    """Shared memory of swap_gemm beside its ring: sums, and the positions of rows in a cache."""
-    return 4 * s.block_m + (staged_bytes(s) if tile.capability >= 90 else 0)
+    """Shared memory of swap_gemm beside its ring: sums, and of each row its position and norm."""
+    return 12 * s.block_m + (staged_bytes(s) if tile.capability >= 90 else 0)
 
 
 def _gemm_bytes(item: int, s: GemmSchedule) -> int:

@@ -20,12 +20,12 @@ def _select(
     dtypes: tuple[torch.dtype, torch.dtype],
     epilogue: tuple[str | None, bool, bool],
     ahead: bool,
-    cached: bool,
+    extras: tuple[bool, tuple[int, float] | None, bool],
 ) -> Callable[..., None]:
     tile, (dtype, out_dtype) = tile_for(device), map(dtype_name, dtypes)
     schedule = swap_schedule(tile, *sizes, dtype)
     return compile_kernel(
-        swap_gemm_kernel, tile, *sizes[1:], dtype, out_dtype, *epilogue, ahead, schedule, cached
+        swap_gemm_kernel, tile, *sizes[1:], dtype, out_dtype, *epilogue, ahead, schedule, *extras
     )
 
 
@@ -33,6 +33,25 @@ def takes(rows: int, weight: Tensor) -> bool:
     """Whether swap_gemm is for so many rows: 16 bits in whole vectors, on a tensor core."""
     fits = 2 <= rows <= MAX_ROWS and weight.itemsize == 2 and weight.shape[1] % 8 == 0
     return fits and weight.is_cuda and tile_for(weight.device).capability >= 80
+
+
+def takes_fold(rows: int, weight: Tensor) -> bool:
+    """Whether swap_gemm completes a layer norm (`fold`)."""
+    return takes(rows, weight) and tile_for(weight.device).capability >= 90
+
+
+def takes_follow(rows: int, weight: Tensor) -> bool:
+    """Whether swap_gemm prepares the layer norm to come (`follow`); its result has to be float32."""
+    return takes_fold(rows, weight)
+
+
+def part_width(rows: int, weight: Tensor) -> int:
+    """Columns of a part of the stats that `follow` writes of rows @ weight (n, k)^T.
+
+    There are ceil(n / part_width) parts of a row, the last of which may be narrower.
+    """
+    tile, dtype = tile_for(weight.device), dtype_name(weight.dtype)
+    return swap_schedule(tile, rows, *weight.shape, dtype).block_n
 
 
 def swap_gemm(
@@ -44,19 +63,39 @@ def swap_gemm(
     out: Tensor,
     ahead: bool,
     caches: tuple[Tensor, Tensor, Tensor] | None = None,
+    fold: tuple[Tensor, int, Tensor, float] | None = None,
+    follow: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     """Write act(x (m, k) @ weight (n, k)^T + bias) + residual to out (m, n), all contiguous.
 
     Args:
-        ahead: no kernel that may still run writes weight or bias.
+        ahead: no kernel that may still run writes weight, bias, or sums.
         caches: keys and values (m, capacity, h, d) and positions (m,) int32, if out is a packed
             query, key and value of which the latter two are to be kept.
+        fold: stats (m, parts, 2), part_width, sums (2, n) and eps, if x is `scaled` of a residual
+            stream and its layer norm is meant; bias is None, being in the sums. stats and scaled
+            come from a `follow`; sums[0] = weight @ gain and sums[1] = weight @ shift + bias.
+        follow: gain (n,) of the layer norm to come and, to be written, scaled (m, n), both of
+            weight's dtype, and stats (m, ceil(n / part_width(m, weight)), 2); out is float32.
+            stats, sums and out's stats are float32.
     """
     sizes = (x.shape[0], *weight.shape)
     epilogue = activation, bias is not None, residual is not None
-    kernel = _select(x.device, sizes, (x.dtype, out.dtype), epilogue, ahead, caches is not None)
-    if caches is None:
+    extras = caches is not None, None if fold is None else (fold[1], fold[3]), follow is not None
+    kernel = _select(x.device, sizes, (x.dtype, out.dtype), epilogue, ahead, extras)
+    if not any(extras):
         return kernel(x, weight, bias, residual, out)
-    keys, values, positions = caches
-    shape = *keys.shape[:2], out.shape[1] // 3
-    kernel(x, weight, bias, residual, out, positions, keys.view(shape), values.view(shape))
+    kernel(x, weight, bias, residual, out, *_extras(out, caches, fold, follow))
+
+
+def _extras(out: Tensor, caches, fold, follow) -> tuple[Tensor | None, ...]:
+    """What a step's kernel takes besides, as it has it."""
+    positions = keys = values = stats = sums = gain = scaled = moments = None
+    if caches is not None:
+        shape = *caches[0].shape[:2], out.shape[1] // 3
+        keys, values, positions = caches[0].view(shape), caches[1].view(shape), caches[2]
+    if fold is not None:
+        stats, sums = fold[0].flatten(1), fold[2]
+    if follow is not None:
+        gain, scaled, moments = *follow[:2], follow[2].flatten(1)
+    return positions, keys, values, stats, sums, gain, scaled, moments

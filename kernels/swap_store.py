@@ -2,10 +2,31 @@
 
 import functools
 import operator
+from typing import Any, NamedTuple
 
 import tilelang.language as T
 
 from minifused.kernels.epilogue import finish
+from minifused.kernels.tile import Tile
+
+
+class End(NamedTuple):
+    """How the products of a tile become its result; what is None is left out."""
+
+    tile: Tile
+    activation: str | None
+    norms: Any  # (block_m, 2): see swap_fold.py
+    slope: Any  # (block_n,)
+    bias: Any  # (block_n,)
+    residual: Any  # (block_m, block_n)
+    done: Any  # (block_m, block_n): the result
+
+
+def fixed(tile, shape, dtype):
+    """Shared memory, but not dynamic: for what lies there TileLang would have all threads wait."""
+    if not tile.is_cuda:
+        return T.alloc_local(shape, dtype)
+    return T.alloc_shared(shape, dtype, scope="shared")
 
 
 @T.macro
@@ -25,12 +46,30 @@ def load_tile(tile, X, row, col, fragment):
 
 
 @T.macro
-def finish_tile(tile, activation, total, bias, residual, done):
-    """done (block_m, block_n) = act(total(i, j) + bias[i]) + residual[j, i], in its dtype."""
-    for j, i in tile.parallel(done.shape[0], done.shape[1]):
-        b = None if bias is None else bias[i]
-        r = None if residual is None else residual[j, i]
-        done[j, i] = T.cast(finish(tile, activation, total(i, j), b, r), done.dtype)
+def load_bias(tile, bias, norm, col, b, slope):
+    """b (block_n) = bias from col on; of a folded norm, slope and b are rows of its sums."""
+    if norm is not None:
+        for i in tile.parallel(b.shape[0]):
+            if col + i < norm[1].shape[1]:
+                slope[i] = norm[1][0, col + i]
+                b[i] = norm[1][1, col + i]
+    elif b is not None:
+        T.copy(bias[col], b)
+
+
+@T.macro
+def finish_tile(end, total):
+    """done = act(norm(total(i, j)) + bias[i]) + residual[j, i], in its dtype."""
+    for j, i in end.tile.parallel(end.done.shape[0], end.done.shape[1]):
+        end.done[j, i] = T.cast(finished(end, total(i, j), i, j), end.done.dtype)
+
+
+def finished(end, total, i, j):
+    if end.norms is not None:
+        total = (total - end.norms[j, 0] * end.slope[i]) * end.norms[j, 1]
+    b = None if end.bias is None else end.bias[i]
+    r = None if end.residual is None else end.residual[j, i]
+    return finish(end.tile, end.activation, total, b, r)
 
 
 @T.macro

@@ -94,7 +94,7 @@ def test_keys_and_values_go_to_their_rows_of_the_caches(width):
         swap_gemm_kernel, CPU, 3 * width, 40, F32, F32, None, True, False, True,
         SwapSchedule(16, 16, 32, 1, 1), True,
     )  # fmt: skip
-    kernel(x, weight, bias, None, out, positions, *caches)
+    kernel(x, weight, bias, None, out, positions, *caches, *[None] * 5)
     given = x, weight, bias, None, None
     assert_within_bound(out, formula(*doubles(*given)), formula(*given))
     assert_kept(caches, out, positions)
