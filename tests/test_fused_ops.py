@@ -52,11 +52,13 @@ def test_on_several_rows_they_are_their_parts(device):
     assert torch.equal(caches[:2], caches[2:])
     lengths, residual = positions + 3, x[:, :1]
     projection = normal(device, seed=2)(192, 16)
-    together = ops.decode_attention_linear(
-        qkv[:, :1], *caches[:2], lengths, 0.3, projection, None, residual
+    together = ops.add_decode_attention(
+        ops.Stream(residual), qkv[:, :1], *caches[:2], lengths, 0.3, projection
     )
-    attended = ops.decode_attention(qkv[:, :1], *caches[:2], lengths, 0.3)
-    assert torch.equal(together, ops.linear(attended.flatten(2), projection, residual=residual))
+    attended = ops.decode_attention(qkv[:, :1], *caches[:2], lengths, 0.3).flatten(2)
+    expected = ops.linear(attended, projection, residual=residual)
+    assert torch.equal(together.x, expected)
+    assert torch.equal(ops.add_linear(ops.Stream(residual), attended, projection).x, expected)
 
 
 @on_each_device
@@ -70,7 +72,7 @@ def test_wrong_shapes_are_refused(device):
         ops.norm_linear(x[..., 1:], gain[1:], shift[1:], EPS, weight, bias)
     qkv = ops.norm_qkv(x, gain, shift, EPS, weight, bias, *caches, at)
     with pytest.raises(ValueError, match="weight is"):
-        ops.decode_attention_linear(qkv, *caches, at + 1, 1.0, weight, None, x)
+        ops.add_decode_attention(ops.Stream(x), qkv, *caches, at + 1, 1.0, weight)
 
 
 @HALVES
@@ -110,9 +112,8 @@ def test_a_layer_of_one_row(heads, head_dim, dtype):
         assert torch.equal(v_cache[:, length], qkv[:, 0, 2])
         assert k_cache[:, length + 1 :].isnan().all()
         ends = int32(length + 1, device="cuda")
-        y = ops.decode_attention_linear(
-            qkv, k_cache, v_cache, ends, head_dim**-0.5, projection, bias, x
-        )
+        attention = qkv, k_cache, v_cache, ends, head_dim**-0.5
+        y = ops.add_decode_attention(ops.Stream(x), *attention, projection, bias).x
 
         def attend(q, k, v, weight, shift, residual, end=length + 1):
             q, k, v = (t.transpose(1, 2) for t in (q, k[:, :end], v[:, :end]))
