@@ -192,7 +192,7 @@ on_rows = pytest.mark.parametrize("m", [8, 128])
 @on_rows
 def test_only_constants_are_read_ahead_of_the_kernel_before(case, m):
     source, _ = lowered(case, m)
-    before, behind = source.split("cudaGridDependencySynchronize", 1)
+    before, _ = source.split("cudaGridDependencySynchronize", 1)
     assert "cudaTriggerProgrammaticLaunchCompletion" in before
     assert "tma_load(A_desc" not in before
     body = before[before.index("{") :]
