@@ -41,7 +41,7 @@ def takes_fold(rows: int, weight: Tensor) -> bool:
 
 
 def takes_follow(rows: int, weight: Tensor) -> bool:
-    """Whether swap_gemm prepares the layer norm to come (`follow`); its result has to be float32."""
+    """Whether swap_gemm prepares the layer norm to come (`follow`), if its result is float32."""
     return takes_fold(rows, weight)
 
 
@@ -51,7 +51,7 @@ def part_width(rows: int, weight: Tensor) -> int:
     There are ceil(n / part_width) parts of a row, the last of which may be narrower.
     """
     tile, dtype = tile_for(weight.device), dtype_name(weight.dtype)
-    return swap_schedule(tile, rows, *weight.shape, dtype).block_n
+    return swap_schedule(tile, rows, weight.shape[0], weight.shape[1], dtype).block_n
 
 
 def swap_gemm(
@@ -88,14 +88,19 @@ def swap_gemm(
     kernel(x, weight, bias, residual, out, *_extras(out, caches, fold, follow))
 
 
-def _extras(out: Tensor, caches, fold, follow) -> tuple[Tensor | None, ...]:
+def _extras(
+    out: Tensor,
+    caches: tuple[Tensor, Tensor, Tensor] | None,
+    fold: tuple[Tensor, int, Tensor, float] | None,
+    follow: tuple[Tensor, Tensor, Tensor] | None,
+) -> list[Tensor | None]:
     """What a step's kernel takes besides, as it has it."""
-    positions = keys = values = stats = sums = gain = scaled = moments = None
+    extras: list[Tensor | None] = [None] * 8
     if caches is not None:
         shape = *caches[0].shape[:2], out.shape[1] // 3
-        keys, values, positions = caches[0].view(shape), caches[1].view(shape), caches[2]
+        extras[:3] = caches[2], caches[0].view(shape), caches[1].view(shape)
     if fold is not None:
-        stats, sums = fold[0].flatten(1), fold[2]
+        extras[3:5] = fold[0].flatten(1), fold[2]
     if follow is not None:
-        gain, scaled, moments = *follow[:2], follow[2].flatten(1)
-    return positions, keys, values, stats, sums, gain, scaled, moments
+        extras[5:] = follow[0], follow[1], follow[2].flatten(1)
+    return extras

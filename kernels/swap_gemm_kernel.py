@@ -23,6 +23,7 @@ from minifused.kernels.swap_ring import (
     multiply,
     multiply_in_groups,
     multiply_piped,
+    stages_of,
 )
 from minifused.kernels.swap_store import (
     End,
@@ -60,18 +61,14 @@ def swap_gemm_kernel(
     tiles, threads = schedule.tiles, schedule.num_threads
     m, f32 = T.dynamic("m"), "float32"
     steps = -(-k // block_k)  # of a tile; past k both operands are zeros
-    stages, total = min(schedule.num_stages, tiles * steps), tiles * steps
-    if stages < total:
-        stages -= stages % schedule.groups  # a slot is of one group, which sees each phase
+    stages, total = stages_of(schedule, tiles * steps), tiles * steps
     parts = -(-k // fold[0]) if fold else 1
     has_ring = has_bulk_copies(tile, k * ITEM_BYTES[dtype])
     staged = has_ring and staged_bytes(schedule) > 0
     slots = (stages,) if has_ring else ()
     grid = (T.ceildiv(n, block_n * tiles), T.ceildiv(m, block_m))
 
-    A_type, W_type, n_type, scaled_type = (
-        T.Tensor(shape, dtype) for shape in ((m, k), (n, k), (n,), (m, n))
-    )
+    A_type, W_type, bias_type = (T.Tensor(shape, dtype) for shape in ((m, k), (n, k), (n,)))
     R_type, C_type = (T.Tensor((m, n), out_dtype) for _ in range(2))  # one object is one tensor
 
     @T.macro
@@ -113,7 +110,7 @@ def swap_gemm_kernel(
                     multiply_in_groups(ring, sums, threads // schedule.groups)
                     finish_tile(end, functools.partial(sum_of, sums))
                 else:
-                    acc = tile.fragment((block_n, block_m), "float32")
+                    acc = tile.fragment((block_n, block_m), f32)
                     if has_ring:
                         multiply(ring, acc, t, 0, 1)
                     else:
@@ -126,27 +123,28 @@ def swap_gemm_kernel(
     if not (cached or fold or follow):
 
         @T.prim_func
-        def swap_gemm(A: A_type, W: W_type, bias: n_type, R: R_type, C: C_type):
+        def swap_gemm(A: A_type, W: W_type, bias: bias_type, R: R_type, C: C_type):
             block(A, W, bias, R, C, None, None, None)
 
         return swap_gemm
 
     of_cache = (m, T.dynamic("capacity"), n // 3) if cached else (1,)
-    P_type = T.Tensor((m,), "int32")
-    K_type, V_type = (T.Tensor(of_cache, out_dtype) for _ in range(2))
+    P_type, (K_type, V_type) = (
+        T.Tensor((m,), "int32"),
+        (T.Tensor(of_cache, out_dtype) for _ in "KV"),
+    )
     stats_type, sums_type = T.Tensor((m, 2 * parts), f32), T.Tensor((2, n), f32)
-    moments_type, gain_type = T.Tensor((m, 2 * -(-n // block_n)), f32), T.Tensor((n,), dtype)
+    gain_type, scaled_type = T.Tensor((n,), dtype), T.Tensor((m, n), dtype)
+    moments_type = T.Tensor((m, 2 * -(-n // block_n)), f32)
 
     @T.prim_func
     def swap_gemm_step(
-        A: A_type, W: W_type, bias: n_type, R: R_type, C: C_type,
-        positions: P_type, K_cache: K_type, V_cache: V_type,
-        stats: stats_type, sums: sums_type,
+        A: A_type, W: W_type, bias: bias_type, R: R_type, C: C_type,
+        positions: P_type, K_cache: K_type, V_cache: V_type, stats: stats_type, sums: sums_type,
         gain: gain_type, scaled: scaled_type, moments: moments_type,
     ):  # fmt: skip
         caches = (positions, K_cache, V_cache) if cached else None
-        norm = (stats, sums) if fold else None
-        after = (gain, scaled, moments) if follow else None
+        norm, after = (stats, sums) if fold else None, (gain, scaled, moments) if follow else None
         block(A, W, bias, R, C, caches, norm, after)
 
     return swap_gemm_step

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
+from minifused.kernels.schedule import SwapSchedule
+
 
 class Ring(NamedTuple):
     """Tiles of W and A that TMA brings; step i of all `total` lies in slot i % stages."""
@@ -18,6 +20,12 @@ class Ring(NamedTuple):
     stages: int
     steps: int  # of a tile of the result
     total: int
+
+
+def stages_of(schedule: SwapSchedule, total: int) -> int:
+    """Slots of the ring: no more than steps, and if fewer, each is of one group of warps."""
+    stages = min(schedule.num_stages, total)
+    return stages if stages == total else stages - stages % schedule.groups  # all see each phase
 
 
 @T.macro
