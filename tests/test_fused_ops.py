@@ -124,6 +124,53 @@ def test_a_layer_of_one_row(heads, head_dim, dtype):
         assert_within_bound(y, attend(*(t.double() for t in given), x.double()), attend(*given, x))
 
 
+@HALVES
+@pytest.mark.parametrize("rows", [2, 3, 16, 17, 33, 96, 128, 129])
+@pytest.mark.parametrize("width, inner", [(768, 3072), (1600, 4800), (64, 192)])
+@needs_cuda
+def test_a_stream_is_prepared_for_its_next_norm(width, inner, rows, dtype):
+    draw = normal("cuda", dtype, seed=rows)
+    gain, shift, weight, bias = weights = parameters(inner, width, "cuda", dtype)
+    x, y = residual_stream(rows, 1, width, device="cuda"), draw(rows, 1, inner)
+    back, offset = draw(width, inner, std=inner**-0.5), draw(width)
+    stream = ops.add_linear(ops.Stream(x), y, back, offset, gain)
+    assert torch.equal(stream.x, ops.add_linear(ops.Stream(x), y, back, offset).x)
+    assert bool(stream.scaled.numel()) == (rows <= 128)
+    up = ops.norm_linear(
+        stream, gain, shift, EPS, weight, bias, "gelu_tanh", ops.norm_sums(*weights)
+    )
+    assert_within_bound(up, *norm_reference(stream.x, *weights, activation="gelu_tanh"))
+    if rows <= 128:
+        assert torch.equal(stream.scaled, (stream.x * gain).to(dtype))
+        poison = ops.Stream(torch.full_like(x, torch.nan), *stream[1:])  # x itself is not needed
+        again = ops.norm_linear(
+            poison, gain, shift, EPS, weight, bias, "gelu_tanh", ops.norm_sums(*weights)
+        )
+        assert torch.equal(up, again)
+
+
+@HALVES
+@pytest.mark.parametrize("rows", [2, 7, 40, 128])
+@pytest.mark.parametrize("heads, head_dim", [(12, 64), (25, 64), (3, 20)])
+@needs_cuda
+def test_a_step_of_several_rows_from_its_embeddings(heads, head_dim, rows, dtype):
+    width, draw = heads * head_dim, normal("cuda", dtype, seed=3)
+    gain, shift, weight, bias = weights = parameters(3 * width, width, "cuda", dtype)
+    wte, wpe = draw(500, width) + 0.5, draw(60, width)
+    wte[:, 3::97] *= 100
+    tokens = torch.arange(rows, device="cuda")[:, None] * 3 % 500
+    at = torch.arange(rows, device="cuda", dtype=torch.int32) % 50
+    stream = ops.embed(tokens, at, wte, wpe, norm_weight=gain)
+    assert torch.equal(stream.x, ops.embed(tokens, at, wte, wpe).x)
+    assert bool(stream.scaled.numel()) == (width % 8 == 0)
+    caches = draw(2, rows, 60, heads, head_dim)
+    qkv = ops.norm_qkv(stream, gain, shift, EPS, weight, bias, *caches, at, ops.norm_sums(*weights))
+    assert_within_bound(qkv.flatten(2), *norm_reference(stream.x, *weights))
+    row = torch.arange(rows, device="cuda")
+    assert torch.equal(caches[0][row, at.long()], qkv[:, 0, 1])
+    assert torch.equal(caches[1][row, at.long()], qkv[:, 0, 2])
+
+
 def test_sums_of_a_norm_are_for_kernels_that_take_them():
     assert ops.norm_sums(*parameters(48, 192, "cpu", torch.float32)) is None
 
