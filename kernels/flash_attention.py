@@ -109,16 +109,9 @@ def flash_attention_kernel(
 
 @functools.cache
 def _select(
-    device: torch.device,
-    heads: int,
-    head_dim: int,
-    packed: bool,
-    causal: bool,
-    ragged: bool,
-    scale: float,
-    dtype: torch.dtype,
-    keys: int,
-) -> Callable[..., None]:
+    device: torch.device, heads: int, head_dim: int, packed: bool, causal: bool, ragged: bool,
+    scale: float, dtype: torch.dtype, keys: int,
+) -> Callable[..., None]:  # fmt: skip
     tile, name = tile_for(device), dtype_name(dtype)
     static = heads, head_dim, packed, causal, ragged, scale, name
     if flash_attention_sm90.takes(tile, head_dim, name):
