@@ -6,7 +6,7 @@ from helpers import int32, needs_cuda, normal, poisoned
 from test_attention import check
 
 from minifused import ops
-from minifused.kernels import build, flash_attention_sm90, limits, schedule
+from minifused.kernels import build, flash_attention, flash_attention_sm90, limits, schedule
 from minifused.kernels.tile import Tile
 
 SM90 = Tile("sm_90a")
@@ -60,6 +60,18 @@ def test_which_heads_it_takes():
     assert takes(SM90, 64, "bfloat16") and takes(SM90, 128, "float16")
     assert not takes(SM90, 80, "bfloat16") and not takes(SM90, 64, "float32")
     assert not takes(Tile("sm_80"), 64, "bfloat16") and not takes(Tile("sm_100a"), 64, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "chosen"),
+    [(64, torch.bfloat16, "_sm90"), (80, torch.bfloat16, ""), (64, torch.float32, "")],
+)
+def test_the_launcher_gives_it_what_it_takes(head_dim, dtype, chosen, monkeypatch):
+    monkeypatch.setattr(flash_attention, "tile_for", lambda device: SM90)
+    monkeypatch.setattr(flash_attention, "compile_kernel", lambda builder, *static: builder)
+    select = flash_attention._select.__wrapped__
+    static = 12, head_dim, True, True, False, 0.125, dtype, 1024
+    assert select(torch.device("cpu"), *static).__name__ == f"flash_attention{chosen}_kernel"
 
 
 @pytest.mark.parametrize("length", LENGTHS)
