@@ -6,7 +6,7 @@ from typing import Any
 import tilelang.language as T
 
 from minifused.kernels.flash_rings import WARPGROUP, Rings
-from minifused.kernels.flash_steps import mask, scale_rows, softmax_step
+from minifused.kernels.flash_steps import mask, row_maxima, scale_rows, weigh
 
 TURN = 8  # the first of the named barriers by which warpgroups take turns; the compiler's are below
 WHOLE_ROWS = T.GemmWarpPolicy.FullRow
@@ -67,12 +67,17 @@ def _leave_q(r: Rings):
 
 
 @T.macro
-def _weights(r: Rings, f: Fragments, block, visible, step, scale_log2):
-    """The softmax of a block of scores; row i sees keys below visible + step * i."""
+def _maxima(r: Rings, f: Fragments, block, visible, step):
+    """Of a block of scores; row i sees keys below visible + step * i."""
     key0 = block * r.schedule.block_n
     if key0 + r.schedule.block_n > visible:
         mask(f.s, key0, visible, step)
-    softmax_step(f.s, f.m, f.l, f.rescale, f.shift, scale_log2)
+    row_maxima(f.s, f.m, f.rescale)
+
+
+@T.macro
+def _weights(f: Fragments, scale_log2):
+    weigh(f.s, f.m, f.l, f.rescale, f.shift, scale_log2)
 
 
 @T.macro
@@ -85,7 +90,8 @@ def attend_in_turn(r: Rings, f: Fragments, tx, visible, step, scale_log2, begin,
         _scores(r, f, i)
         T.wait_wgmma(0)
         r.arrive(r.k_free, i)
-        _weights(r, f, n - 1 - kk, visible, step, scale_log2)
+        _maxima(r, f, n - 1 - kk, visible, step)
+        _weights(f, scale_log2)
         T.copy(f.s, f.p)
         scale_rows(f.o, f.rescale)
         r.wait(r.v_full, i)
@@ -108,7 +114,8 @@ def attend_overlapped(r: Rings, f: Fragments, tx, visible, step, scale_log2, beg
     _pass_turn(r, tx)
     T.wait_wgmma(0)
     r.arrive(r.k_free, begin)
-    _weights(r, f, n - 1, visible, step, scale_log2)
+    _maxima(r, f, n - 1, visible, step)
+    _weights(f, scale_log2)
     T.copy(f.s, f.p)
     r.wait(r.v_full, begin)
     for kk in T.serial(n - 1):
@@ -121,8 +128,12 @@ def attend_overlapped(r: Rings, f: Fragments, tx, visible, step, scale_log2, beg
         _pass_turn(r, tx)
         T.wait_wgmma(1)
         r.arrive(r.k_free, i + 1)
-        _weights(r, f, n - 2 - kk, visible, step, scale_log2)
-        if r.schedule.pin:  # a branch: ptxas moves no wait for the product above the weights
+        _maxima(r, f, n - 2 - kk, visible, step)
+        # Waiting for a barrier is a branch, above which ptxas moves no wait for the product.
+        if r.schedule.pin == 1:
+            r.wait(r.v_full, i + 1)
+        _weights(f, scale_log2)
+        if r.schedule.pin == 2:
             r.wait(r.v_full, i + 1)
         T.wait_wgmma(0)
         r.arrive(r.v_free, i)

@@ -14,14 +14,20 @@ def mask(s, key0, first_hidden, step):
 
 
 @T.macro
-def softmax_step(s, m, l, rescale, shift, scale_log2):
-    """Turn scores s (rows, keys) into weights exp2((s - m) * scale_log2), as online_softmax does.
-
-    l (rows, LANES) are sums that each thread keeps to itself, added up once at the end.
-    """
-    rows, keys = int(s.shape[0]), int(s.shape[1])
+def row_maxima(s, m, rescale):
+    """Move the running maxima m (rows) on; rescale is what they were."""
     T.copy(m, rescale)
     T.reduce_max(s, m, dim=1, clear=False)
+
+
+@T.macro
+def weigh(s, m, l, rescale, shift, scale_log2):
+    """Turn scores s (rows, keys) into weights exp2((s - m) * scale_log2), as online_softmax does.
+
+    rescale turns from the former maxima into what all earlier weights shrink by. l (rows, LANES)
+    are sums that each thread keeps to itself, added up once at the end.
+    """
+    rows, keys = int(s.shape[0]), int(s.shape[1])
     for i in T.Parallel(rows):
         shift[i] = T.if_then_else(m[i] == -T.infinity("float32"), 0.0, m[i])
         rescale[i] = T.exp2((rescale[i] - shift[i]) * scale_log2)
