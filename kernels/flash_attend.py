@@ -130,11 +130,9 @@ def attend_overlapped(r: Rings, f: Fragments, tx, visible, step, scale_log2, beg
         r.arrive(r.k_free, i + 1)
         _maxima(r, f, n - 2 - kk, visible, step)
         # Waiting for a barrier is a branch, above which ptxas moves no wait for the product.
-        if r.schedule.pin == 1:
+        if r.schedule.pin:
             r.wait(r.v_full, i + 1)
         _weights(f, scale_log2)
-        if r.schedule.pin == 2:
-            r.wait(r.v_full, i + 1)
         T.wait_wgmma(0)
         r.arrive(r.v_free, i)
         if not r.schedule.pin:

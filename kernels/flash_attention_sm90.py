@@ -80,6 +80,8 @@ def flash_attention_sm90_kernel(
             done = T.alloc_local((1,), "int32")  # steps of the pieces before this one
             lengths = (q_lengths, kv_lengths) if ragged else (None, None)
             tx = T.get_thread_binding()
+            tile.pdl_trigger()
+            tile.pdl_sync()
             trips = T.truncdiv(pieces - bx + grid - 1, grid) if schedule.resident else 1
             done[0] = 0
             if tx < consumers:

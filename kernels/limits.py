@@ -221,8 +221,6 @@ def _flash_warps(s: FlashSchedule) -> Iterator[str]:
         yield "each warpgroup needs whole tiles of 64 rows, and keys by 16, up to 256"
     if s.ping_pong and (s.consumers < 2 or not s.overlap):
         yield "only warpgroups that overlap, and two or more, take turns"
-    if s.pin > 2:
-        yield f"pin is {s.pin}: expected 0, 1 or 2"
     # Warps hand registers over within what their block was launched with; for more they wait
     # for ever (setmaxnreg in the PTX manual).
     registers = REGISTERS_AN_SM // (max(1, s.min_blocks) * s.num_threads) // 8 * 8

@@ -88,7 +88,7 @@ class FlashSchedule:
     resident: int = 0  # thread blocks that take one piece of work after another, 0: one each
     overlap: bool = False  # a softmax beside the product of the block of keys before
     ping_pong: bool = False  # warpgroups take turns at the tensor cores
-    pin: int = 0  # ptxas may end an overlap 0: at once, 1: behind the maxima, 2: the weights
+    pin: bool = False  # ptxas may not end an overlap before the weights
     reuse_q: bool = False  # the output goes through the shared memory of the queries
 
     @property
@@ -302,22 +302,17 @@ FLASH_L2_BYTES = 32 << 20  # of keys and values that stay in it
 
 def _flash_rule(head_dim: int, causal: bool, keys: int) -> FlashSchedule:
     """As measured on an H200, at 1024 to 8192 keys."""
-    resident, in_l2 = FLASH_BLOCKS, max(1, FLASH_L2_BYTES // (keys * head_dim * 4))
+    in_l2 = max(1, FLASH_L2_BYTES // (keys * head_dim * 4))
     if head_dim > 64:
-        wide = FlashSchedule(128, 128, 2, 2, 24, 240, overlap=True, ping_pong=True, pin=1)
+        wide = FlashSchedule(128, 128, 2, 2, 24, 240, overlap=True, ping_pong=True, pin=True)
         if causal:
             return replace(wide, heads_together=16, reuse_q=True)
-        if keys <= 2048:
-            return replace(wide, resident=resident)
-        return replace(wide, block_n=192, resident=resident, pin=2, reuse_q=True)
+        return replace(wide, resident=FLASH_BLOCKS)
+    if keys > (4096 if causal else 2048):
+        return FlashSchedule(192, 128, 2, 3, 32, 160, 0, in_l2, overlap=True, ping_pong=True)
     if causal and keys <= 1024:
         return FlashSchedule(64, 64, 3, 1, 24, 128, 3, in_l2, reuse_q=True)
-    if causal or keys <= 2048:
-        together = in_l2 if causal else 1
-        return FlashSchedule(128, 64, 3, 2, 24, 104, 2, together, reuse_q=True)
-    return FlashSchedule(
-        192, 128, 2, 3, 32, 160, resident=resident, overlap=True, ping_pong=True, pin=1
-    )
+    return FlashSchedule(128, 64, 2, 2, 24, 104, 2, in_l2 if causal else 1, reuse_q=True)
 
 
 def row_schedule(tile: Tile, n: int, limit: int) -> RowSchedule:
