@@ -69,6 +69,8 @@ def flash_attention_kernel(
             rescale = tile.fragment((block_m,), "float32")
             shift = tile.fragment((block_m,), "float32")
             block_sum = tile.fragment((block_m,), "float32")
+            tile.pdl_trigger()
+            tile.pdl_sync()
             T.clear(o)
             T.clear(l)
             T.fill(m, -T.infinity("float32"))

@@ -27,6 +27,7 @@ THREADS_AN_SM = 2048
 REGISTERS_AN_SM = 65536
 PRODUCER_THREADS = 128  # that TileLang adds to a block whose copies it gives warps of their own
 MAX_ACCUMULATORS = 192  # float32 a thread: it has 255 registers, for addresses and operands too
+FLASH_REGISTERS = 24  # a thread of flash_attention_sm90 needs beside its tiles
 STATIC_BYTES = 47 * 1024  # of shared memory whose size is fixed: 48 KiB less barriers
 CPU_TILE_BYTES = 1 << 20  # local arrays lie on the C stack
 
@@ -160,10 +161,12 @@ def spill(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: int = 0)
     """Why a schedule that works would be slow for want of registers, "" if it has enough."""
     if not tile.is_cuda:
         return ""
-    per_thread = _accumulators(tile, kernel, dtype, schedule, head_dim)
-    if per_thread <= MAX_ACCUMULATORS:
+    per_thread, most = _accumulators(tile, kernel, dtype, schedule, head_dim), MAX_ACCUMULATORS
+    if kernel == "flash_attention_sm90":
+        most = schedule.consumer_registers - FLASH_REGISTERS
+    if per_thread <= most:
         return ""
-    return f"{per_thread} accumulators a thread: over {MAX_ACCUMULATORS} spill"
+    return f"{per_thread} accumulators a thread: over {most} spill"
 
 
 def _accumulators(tile: Tile, kernel: str, dtype: str, s: Any, head_dim: int) -> int:
@@ -172,6 +175,8 @@ def _accumulators(tile: Tile, kernel: str, dtype: str, s: Any, head_dim: int) ->
         elements = s.block_m * s.block_n
     elif kernel == "flash_attention":
         elements = s.block_m * (s.block_n + padded_head(tile, dtype, head_dim))
+    elif kernel == "flash_attention_sm90":  # scores, output and, two to a register, weights
+        return s.block_m * (s.block_n + head_dim + s.block_n // 2) // (128 * s.consumers)
     elif kernel == "skinny_gemm":
         elements = s.block_m * s.block_n * s.block_k
     else:

@@ -102,7 +102,8 @@ def test_instructions_of_swap_gemm(arch, wanted):
 
 
 def test_every_kernel_is_covered():
-    assert set(KERNELS) == {"gemm", "flash_attention", "swap_gemm", *ROWS, *OF_A_GPU}
+    attention = {"flash_attention", "flash_attention_sm90"}
+    assert set(KERNELS) == {"gemm", *attention, "swap_gemm", *ROWS, *OF_A_GPU}
 
 
 # Which kernel runs
@@ -115,7 +116,27 @@ def test_every_kernel_is_covered():
 def test_the_default_on_a_gpu_is_what_runs(kernel, dtype):
     case = make_case(kernel, "sm_90a")
     runs = inspection.kernel_of(case.tile, case.dtype, case.workload)
-    assert (runs, case.dtype) == ("piece_values" if kernel == "piece_sums" else kernel, dtype)
+    stand_ins = {"piece_sums": "piece_values", "flash_attention": "flash_attention_sm90"}
+    assert (runs, case.dtype) == (stand_ins.get(kernel, kernel), dtype)
+
+
+def test_attention_of_sm90_is_its_own_where_it_takes_the_heads():
+    for arch, shape, dtype, kernel in [
+        ("sm_90a", "head_dim=128", None, "flash_attention_sm90"),
+        ("sm_90a", "head_dim=80", None, "flash_attention"),
+        ("sm_90a", "", "float32", "flash_attention"),
+        ("sm_100a", "", None, "flash_attention"),
+        ("c", "", None, "flash_attention"),
+    ]:
+        case = make_case("flash_attention", arch, dtype, shape)
+        assert case.kernel == kernel and case.builder.__name__ == f"{kernel}_kernel"
+    with pytest.raises(UserError, match="in bfloat16 to flash_attention, in float32 to flash_att"):
+        make_case("flash_attention_sm90", "sm_100a")
+
+
+def test_a_switch_of_a_schedule_is_0_or_1():
+    case = make_case("flash_attention", "sm_90a", shape="head_dim=128", schedule_fields="pin=0")
+    assert case.schedule.pin is False and case.schedule.overlap is True
 
 
 ROUTES = [  # m, k, dtype, kernel on sm_90a

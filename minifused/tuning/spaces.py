@@ -10,7 +10,9 @@ from itertools import product
 from minifused.kernels.gemv_row import STRIDE
 from minifused.kernels.limits import ITEM_BYTES, has_bulk_copies
 from minifused.kernels.schedule import (
+    FLASH_BLOCKS,
     AttentionSchedule,
+    FlashSchedule,
     GemmSchedule,
     GemvSchedule,
     RowSchedule,
@@ -101,6 +103,20 @@ def flash_attention(tile: Tile, dtype: str, w: AttentionWorkload) -> Iterator[At
     else:
         for m, n, stages in product((32, 64, 128), (16, 32, 64), (1, 2)):
             yield AttentionSchedule(m, n, stages, m)
+
+
+def flash_attention_sm90(tile: Tile, dtype: str, w: AttentionWorkload) -> Iterator[FlashSchedule]:
+    """Small tiles that share an SM, and large ones whose warpgroups overlap."""
+    orders = [(heads, 0) for heads in (1, 8, 16, 32, 128)]
+    orders += [] if w.causal else [(1, FLASH_BLOCKS)]
+    # block_m, consumers, registers of the producer and of the others, min_blocks
+    for m, *shares in ((64, 1, 24, 128, 3), (64, 1, 24, 216, 2), (128, 2, 24, 104, 2)):
+        for n, stages, (heads, resident) in product((64, 96, 128), (2, 3), orders):
+            yield FlashSchedule(m, n, stages, *shares, heads, resident, reuse_q=not resident)
+    for m, *shares in ((128, 2, 24, 240), (192, 3, 32, 160)):
+        for n, (heads, resident), pin in product((96, 128, 160, 192), orders, (False, True)):
+            yield FlashSchedule(m, n, 2, *shares, 0, heads, resident, overlap=True,
+                                ping_pong=True, pin=pin, reuse_q=not resident)  # fmt: skip
 
 
 def decode_attention(tile: Tile, dtype: str, w: DecodeWorkload) -> Iterator[RowSchedule]:
