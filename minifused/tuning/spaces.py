@@ -5,7 +5,9 @@ Each is a function of (tile, dtype, workload). What a space holds may yet break 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from minifused.kernels.gemv_row import STRIDE
 from minifused.kernels.limits import ITEM_BYTES, has_bulk_copies
@@ -109,14 +111,21 @@ def flash_attention_sm90(tile: Tile, dtype: str, w: AttentionWorkload) -> Iterat
     """Small tiles that share an SM, and large ones whose warpgroups overlap."""
     orders = [(heads, 0) for heads in (1, 8, 16, 32, 128)]
     orders += [] if w.causal else [(1, FLASH_BLOCKS)]
-    # block_m, consumers, registers of the producer and of the others, min_blocks
-    for m, *shares in ((64, 1, 24, 128, 3), (64, 1, 24, 216, 2), (128, 2, 24, 104, 2)):
-        for n, stages, (heads, resident) in product((64, 96, 128), (2, 3), orders):
-            yield FlashSchedule(m, n, stages, *shares, heads, resident, reuse_q=not resident)
-    for m, *shares in ((128, 2, 24, 240), (192, 3, 32, 160)):
-        for n, (heads, resident), pin in product((96, 128, 160, 192), orders, (False, True)):
-            yield FlashSchedule(m, n, 2, *shares, 0, heads, resident, overlap=True,
-                                ping_pong=True, pin=pin, reuse_q=not resident)  # fmt: skip
+    small = [
+        FlashSchedule(64, 0, 0, 1, 24, 128, 3),
+        FlashSchedule(64, 0, 0, 1, 24, 216, 2),
+        FlashSchedule(128, 0, 0, 2, 24, 104, 2),
+    ]
+    large = [
+        FlashSchedule(128, 0, 2, 2, 24, 240, overlap=True, ping_pong=True),
+        FlashSchedule(192, 0, 2, 3, 32, 160, overlap=True, ping_pong=True),
+    ]
+    for heads, resident in orders:
+        order: dict[str, Any] = {"heads_together": heads, "resident": resident, "reuse_q": not resident}
+        for base, n, stages in product(small, (64, 96, 128), (2, 3)):
+            yield replace(base, block_n=n, num_stages=stages, **order)
+        for base, n, pin in product(large, (96, 128, 160, 192), (False, True)):
+            yield replace(base, block_n=n, pin=pin, **order)
 
 
 def decode_attention(tile: Tile, dtype: str, w: DecodeWorkload) -> Iterator[RowSchedule]:
