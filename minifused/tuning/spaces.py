@@ -109,8 +109,11 @@ def flash_attention(tile: Tile, dtype: str, w: AttentionWorkload) -> Iterator[At
 
 def flash_attention_sm90(tile: Tile, dtype: str, w: AttentionWorkload) -> Iterator[FlashSchedule]:
     """Small tiles that share an SM, and large ones whose warpgroups overlap."""
-    orders = [(heads, 0) for heads in (1, 8, 16, 32, 128)]
-    orders += [] if w.causal else [(1, FLASH_BLOCKS)]
+    orders: list[dict[str, Any]] = [
+        {"heads_together": heads, "reuse_q": True} for heads in (1, 8, 16, 32, 128)
+    ]
+    if not w.causal:
+        orders.append({"resident": FLASH_BLOCKS})
     small = [
         FlashSchedule(64, 0, 0, 1, 24, 128, 3),
         FlashSchedule(64, 0, 0, 1, 24, 216, 2),
@@ -120,8 +123,7 @@ def flash_attention_sm90(tile: Tile, dtype: str, w: AttentionWorkload) -> Iterat
         FlashSchedule(128, 0, 2, 2, 24, 240, overlap=True, ping_pong=True),
         FlashSchedule(192, 0, 2, 3, 32, 160, overlap=True, ping_pong=True),
     ]
-    for heads, resident in orders:
-        order: dict[str, Any] = {"heads_together": heads, "resident": resident, "reuse_q": not resident}
+    for order in orders:
         for base, n, stages in product(small, (64, 96, 128), (2, 3)):
             yield replace(base, block_n=n, num_stages=stages, **order)
         for base, n, pin in product(large, (96, 128, 160, 192), (False, True)):
