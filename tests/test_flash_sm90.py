@@ -149,6 +149,34 @@ def test_repeats_are_equal_bit_for_bit(length, causal, head_dim):
         assert torch.equal(out, first)
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["one by one", "graph"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])  # 80: the kernel of all machines
+@on_sm90
+def test_kernels_launched_ahead_wait(head_dim, captured):
+    """Each reads what the one ahead wrote, and writes over what that one read."""
+    draw = normal("cuda", torch.bfloat16)
+    start, x, out = (draw(3, 700, 5, head_dim) for _ in range(3))
+    gain, shift = draw(5 * head_dim), draw(5 * head_dim)
+
+    def chain(after_each):
+        for _ in range(8):
+            ops.attention(x, x, x, causal=True, out=out)
+            after_each()
+            ops.layer_norm(out.flatten(2), gain, shift, out=x.flatten(2))
+            after_each()
+
+    x.copy_(start)
+    chain(torch.cuda.synchronize)
+    wanted, graph = x.clone(), torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            chain(lambda: None)
+    for _ in range(20):
+        x.copy_(start)
+        graph.replay() if captured else chain(lambda: None)
+        assert torch.equal(x, wanted) and not x.isnan().any()
+
+
 @on_sm90
 def test_one_compile_for_all_lengths_of_a_recipe():
     draw = normal("cuda", torch.bfloat16)
