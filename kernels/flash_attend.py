@@ -7,6 +7,7 @@ import tilelang.language as T
 
 from minifused.kernels.flash_rings import WARPGROUP, Rings
 from minifused.kernels.flash_steps import mask, row_maxima, scale_rows, weigh
+from minifused.kernels.schedule import FlashSchedule
 
 TURN = 8  # the first of the named barriers by which warpgroups take turns; the compiler's are below
 WHOLE_ROWS = T.GemmWarpPolicy.FullRow
@@ -25,23 +26,28 @@ class Fragments:
     shift: Any
 
 
+def take_turns(schedule: FlashSchedule) -> bool:
+    """Whether warpgroups do at the tensor cores, so that one computes weights beside the other."""
+    return schedule.overlap and schedule.consumers > 1
+
+
 @T.macro
 def first_turn(r: Rings, tx):
     """The first warpgroup need not wait for the last."""
-    if r.schedule.ping_pong:
+    if take_turns(r.schedule):
         if tx >= (r.schedule.consumers - 1) * WARPGROUP:
             T.named_barrier_arrive(TURN, 2 * WARPGROUP)
 
 
 @T.macro
 def _await_turn(r: Rings, tx):
-    if r.schedule.ping_pong:
+    if take_turns(r.schedule):
         T.sync_threads(TURN + tx // WARPGROUP, 2 * WARPGROUP)
 
 
 @T.macro
 def _pass_turn(r: Rings, tx):
-    if r.schedule.ping_pong:
+    if take_turns(r.schedule):
         following = (tx // WARPGROUP + 1) % r.schedule.consumers
         T.named_barrier_arrive(TURN + following, 2 * WARPGROUP)
 
@@ -57,13 +63,6 @@ def _begin(f: Fragments):
     T.clear(f.o)
     T.clear(f.l)
     T.fill(f.m, -T.infinity("float32"))
-
-
-@T.macro
-def _leave_q(r: Rings):
-    """The next queries may come, unless this output has to go where they do."""
-    if not r.schedule.reuse_q:
-        T.barrier_arrive(r.q_free)
 
 
 @T.macro
@@ -98,7 +97,7 @@ def attend_in_turn(r: Rings, f: Fragments, tx, visible, step, scale_log2, begin,
         T.wgmma_gemm(f.p, r.v[r.slot(i), :, :], f.o, policy=WHOLE_ROWS)
         T.wait_wgmma(0)
         r.arrive(r.v_free, i)
-    _leave_q(r)
+    T.barrier_arrive(r.q_free)
 
 
 @T.macro
@@ -138,7 +137,7 @@ def attend_overlapped(r: Rings, f: Fragments, tx, visible, step, scale_log2, beg
         if not r.schedule.pin:
             r.wait(r.v_full, i + 1)
         T.copy(f.s, f.p)
-    _leave_q(r)
+    T.barrier_arrive(r.q_free)
     scale_rows(f.o, f.rescale)
     T.wgmma_gemm(f.p, r.v[r.slot(begin + n - 1), :, :], f.o, policy=WHOLE_ROWS)
     T.wait_wgmma(0)

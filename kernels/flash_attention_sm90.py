@@ -19,6 +19,7 @@ from minifused.kernels.flash_attend import (
 )
 from minifused.kernels.flash_rings import WARPGROUP, Rings, find, load_blocks
 from minifused.kernels.flash_steps import LANES, finish
+from minifused.kernels.limits import PRODUCER_REGISTERS
 from minifused.kernels.row_lanes import FAST_MATH
 from minifused.kernels.schedule import FlashSchedule
 from minifused.kernels.tile import Tile
@@ -60,7 +61,8 @@ def flash_attention_sm90_kernel(
             if schedule.min_blocks:
                 T.annotate_min_blocks_per_sm(schedule.min_blocks)
             Q_shared = T.alloc_shared(queries, dtype)
-            O_shared = Q_shared if schedule.reuse_q else T.alloc_shared(queries, dtype)
+            # The next queries may come while this output is on its way, if there are any.
+            O_shared = T.alloc_shared(queries, dtype) if schedule.resident else Q_shared
             K_ring = T.alloc_shared((stages, block_n, head_dim), dtype)
             V_ring = T.alloc_shared((stages, block_n, head_dim), dtype)
             q_full, q_free = T.alloc_barrier(WARPGROUP), T.alloc_barrier(consumers)
@@ -95,11 +97,9 @@ def flash_attention_sm90_kernel(
                     finish(o, l, rescale, shift, work[3])
                     T.copy(o, O_shared)
                     T.copy(O_shared, O[work[0], work[2] : work[2] + block_m, work[1], :])
-                    if schedule.reuse_q:
-                        T.barrier_arrive(q_free)
                     done[0] += work[4]
             else:
-                T.set_max_nreg(schedule.producer_registers, 0)
+                T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 for t in T.serial(trips):
                     find(work, bx + t * grid, schedule, causal, sizes, *lengths)
                     begin = done[0] if schedule.resident else 0

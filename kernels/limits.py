@@ -27,6 +27,7 @@ THREADS_AN_SM = 2048
 REGISTERS_AN_SM = 65536
 PRODUCER_THREADS = 128  # that TileLang adds to a block whose copies it gives warps of their own
 MAX_ACCUMULATORS = 192  # float32 a thread: it has 255 registers, for addresses and operands too
+PRODUCER_REGISTERS = 24  # a thread of its warpgroup that loads: the fewest there are
 FLASH_REGISTERS = 24  # a thread of flash_attention_sm90 needs beside its tiles
 STATIC_BYTES = 47 * 1024  # of shared memory whose size is fixed: 48 KiB less barriers
 CPU_TILE_BYTES = 1 << 20  # local arrays lie on the C stack
@@ -98,7 +99,7 @@ def _attention_bytes(tile: Tile, dtype: str, s: AttentionSchedule, head_dim: int
 
 
 def _flash_bytes(item: int, s: FlashSchedule, head_dim: int) -> int:
-    queries = s.block_m if s.reuse_q else 2 * s.block_m
+    queries = 2 * s.block_m if s.resident else s.block_m
     return item * head_dim * (queries + 2 * s.num_stages * s.block_n)
 
 
@@ -224,13 +225,11 @@ def _attention_warps(tile: Tile, dtype: str, s: AttentionSchedule, head_dim: int
 def _flash_warps(s: FlashSchedule) -> Iterator[str]:
     if s.block_m % (64 * s.consumers) or s.block_n % 16 or s.block_n > 256:
         yield "each warpgroup needs whole tiles of 64 rows, and keys by 16, up to 256"
-    if s.ping_pong and (s.consumers < 2 or not s.overlap):
-        yield "only warpgroups that overlap, and two or more, take turns"
     # Warps hand registers over within what their block was launched with; for more they wait
     # for ever (setmaxnreg in the PTX manual).
     registers = REGISTERS_AN_SM // (max(1, s.min_blocks) * s.num_threads) // 8 * 8
-    wanted = 128 * (s.consumers * s.consumer_registers + s.producer_registers)
+    wanted = 128 * (s.consumers * s.consumer_registers + PRODUCER_REGISTERS)
     if wanted > registers * s.num_threads:
         yield f"{wanted} registers wanted of {registers * s.num_threads} a block has"
-    if any(r % 8 or not 24 <= r <= 256 for r in (s.producer_registers, s.consumer_registers)):
+    if s.consumer_registers % 8 or not 24 <= s.consumer_registers <= 256:
         yield "registers of a thread are multiples of 8 from 24 to 256"

@@ -81,15 +81,12 @@ class FlashSchedule:
     block_n: int
     num_stages: int  # of keys, and of values
     consumers: int  # warpgroups that compute, beside the one that loads
-    producer_registers: int  # a thread
-    consumer_registers: int
+    consumer_registers: int  # a thread
     min_blocks: int = 0  # that are to share an SM, 0 for any number
     heads_together: int = 1  # that go through their blocks side by side
     resident: int = 0  # thread blocks that take one piece of work after another, 0: one each
     overlap: bool = False  # a softmax beside the product of the block of keys before
-    ping_pong: bool = False  # warpgroups take turns at the tensor cores
     pin: bool = False  # ptxas may not end an overlap before the weights
-    reuse_q: bool = False  # the output goes through the shared memory of the queries
 
     @property
     def num_threads(self) -> int:
@@ -304,15 +301,13 @@ def _flash_rule(head_dim: int, causal: bool, keys: int) -> FlashSchedule:
     """As measured on an H200, at 1024 to 8192 keys."""
     in_l2 = max(1, FLASH_L2_BYTES // (keys * head_dim * 4))
     if head_dim > 64:
-        wide = FlashSchedule(128, 128, 2, 2, 24, 240, overlap=True, ping_pong=True, pin=True)
-        if causal:
-            return replace(wide, heads_together=16, reuse_q=True)
-        return replace(wide, resident=FLASH_BLOCKS)
+        wide = FlashSchedule(128, 128, 2, 2, 240, overlap=True, pin=True)
+        return replace(wide, heads_together=16) if causal else replace(wide, resident=FLASH_BLOCKS)
     if keys > (4096 if causal else 2048):
-        return FlashSchedule(192, 128, 2, 3, 32, 160, 0, in_l2, overlap=True, ping_pong=True)
+        return FlashSchedule(192, 128, 2, 3, 160, 0, in_l2, overlap=True)
     if causal and keys <= 1024:
-        return FlashSchedule(64, 64, 3, 1, 24, 128, 3, in_l2, reuse_q=True)
-    return FlashSchedule(128, 64, 2, 2, 24, 104, 2, in_l2 if causal else 1, reuse_q=True)
+        return FlashSchedule(64, 64, 3, 1, 128, 3, in_l2)
+    return FlashSchedule(128, 64, 2, 2, 104, 2, in_l2 if causal else 1)
 
 
 def row_schedule(tile: Tile, n: int, limit: int) -> RowSchedule:

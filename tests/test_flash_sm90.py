@@ -38,7 +38,6 @@ def test_rules_break_no_limit(head_dim, causal, keys):
         ({"num_stages": 4}, "shared memory"),
         ({"block_m": 64}, "64 rows"),
         ({"min_blocks": 2}, "do not fit on an SM"),
-        ({"overlap": False}, "take turns"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

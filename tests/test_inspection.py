@@ -315,7 +315,7 @@ def test_schedules_of_two_kinds_are_shown_beside_each_other(without_tools, capsy
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[::3] == ["flash_attention_sm90", "flash_attention"]
     assert lines[2].split() == ["block_m=64", "block_m=128"]
-    assert any(line.split() == ["reuse_q=True"] for line in lines)
+    assert any(line.split() == ["pin=False"] for line in lines)
 
 
 def test_a_schedule_beside_another_and_one_that_does_not_fit(without_tools, capsys):

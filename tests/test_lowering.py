@@ -212,7 +212,7 @@ def test_attention_uses_tensor_cores_and_bulk_copies(dtype, head_dim, arch):
 # One of each form: several blocks an SM, or one that overlaps; a grid of all work, or of all SMs.
 @pytest.mark.parametrize(
     ("head_dim", "causal", "keys", "registers", "min_blocks"),
-    [(64, True, 1024, (24, 128), 3), (64, True, 8192, (32, 160), 1),
+    [(64, True, 1024, (24, 128), 3), (64, True, 8192, (24, 160), 1),
      (128, False, 4096, (24, 240), 1)],
 )  # fmt: skip
 def test_attention_of_sm90_is_warp_specialised(head_dim, causal, keys, registers, min_blocks):

@@ -139,7 +139,7 @@ CHOOSERS_OF_A_GPU = [
      GemvSchedule(8, 1, 1, 1)),
     (lambda: schedule.flash_schedule(H200, 64, BF16, True, 300), "flash_attention_sm90",
      "head_dim=64,causal,keys<=512",
-     FlashSchedule(128, 64, 2, 2, 24, 240, heads_together=4, overlap=True, pin=True)),
+     FlashSchedule(128, 64, 2, 2, 240, heads_together=4, overlap=True, pin=True)),
 ]  # fmt: skip
 
 

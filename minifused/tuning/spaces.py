@@ -7,7 +7,6 @@ Each is a function of (tile, dtype, workload). What a space holds may yet break 
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 from minifused.kernels.gemv_row import STRIDE
 from minifused.kernels.limits import ITEM_BYTES, has_bulk_copies
@@ -109,25 +108,26 @@ def flash_attention(tile: Tile, dtype: str, w: AttentionWorkload) -> Iterator[At
 
 def flash_attention_sm90(tile: Tile, dtype: str, w: AttentionWorkload) -> Iterator[FlashSchedule]:
     """Small tiles that share an SM, and large ones whose warpgroups overlap."""
-    orders: list[dict[str, Any]] = [
-        {"heads_together": heads, "reuse_q": True} for heads in (1, 8, 16, 32, 128)
-    ]
-    if not w.causal:
-        orders.append({"resident": FLASH_BLOCKS})
-    small = [
-        FlashSchedule(64, 0, 0, 1, 24, 128, 3),
-        FlashSchedule(64, 0, 0, 1, 24, 216, 2),
-        FlashSchedule(128, 0, 0, 2, 24, 104, 2),
-    ]
-    large = [
-        FlashSchedule(128, 0, 2, 2, 24, 240, overlap=True, ping_pong=True),
-        FlashSchedule(192, 0, 2, 3, 32, 160, overlap=True, ping_pong=True),
-    ]
-    for order in orders:
-        for base, n, stages in product(small, (64, 96, 128), (2, 3)):
-            yield replace(base, block_n=n, num_stages=stages, **order)
-        for base, n, pin in product(large, (96, 128, 160, 192), (False, True)):
-            yield replace(base, block_n=n, pin=pin, **order)
+    small = (
+        FlashSchedule(64, 0, 0, 1, 128, 3),
+        FlashSchedule(64, 0, 0, 1, 216, 2),
+        FlashSchedule(128, 0, 0, 2, 104, 2),
+    )
+    large = (
+        FlashSchedule(128, 0, 2, 2, 240, overlap=True),
+        FlashSchedule(192, 0, 2, 3, 160, overlap=True),
+    )
+    bases = [
+        *(replace(s, block_n=n, num_stages=stages)
+          for s, n, stages in product(small, (64, 96, 128), (2, 3))),
+        *(replace(s, block_n=n, pin=pin)
+          for s, n, pin in product(large, (96, 128, 160, 192), (False, True))),
+    ]  # fmt: skip
+    for base in bases:
+        for heads in (1, 8, 16, 32, 128):
+            yield replace(base, heads_together=heads)
+        if not w.causal:
+            yield replace(base, resident=FLASH_BLOCKS)
 
 
 def decode_attention(tile: Tile, dtype: str, w: DecodeWorkload) -> Iterator[RowSchedule]:
