@@ -115,6 +115,11 @@ def _attention_blocks(w: AttentionWorkload, s: Any) -> int:
     return _ceil(w.q_len, s.block_m) * w.heads * w.batch
 
 
+def _flash_blocks(w: AttentionWorkload, s: Any) -> int:
+    pieces = _attention_blocks(w, s)
+    return min(s.resident, pieces) if s.resident else pieces
+
+
 def _attention_bucket(w: AttentionWorkload) -> str:
     return buckets.flash_attention(w.head_dim, w.causal, w.k_len)
 
@@ -222,6 +227,11 @@ TUNABLES = {
         Tunable(
             "flash_attention", "attention", RECIPES["flash_attention"], spaces.flash_attention,
             _attention_bucket, _attention_arguments, _attention_blocks,
+            ("BATCH", "LENGTH", *_HEADS), _both_masks,
+        ),
+        Tunable(
+            "flash_attention_sm90", "attention", RECIPES["flash_attention_sm90"],
+            spaces.flash_attention_sm90, _attention_bucket, _attention_arguments, _flash_blocks,
             ("BATCH", "LENGTH", *_HEADS), _both_masks,
         ),
         Tunable(
