@@ -12,29 +12,35 @@ from torch import Tensor
 
 from minifused.kernels.argmax_token import argmax_macro
 from minifused.kernels.build import compile_kernel, tile_for
-from minifused.kernels.draw_token import NUM_THREADS, draw_macro
+from minifused.kernels.draw_token import NUM_THREADS, Segments, draw_macro
 from minifused.kernels.philox import philox_uniform
+from minifused.kernels.row_softmax_split import piece_columns
 from minifused.kernels.tile import Tile
 
 
 def choose_token_kernel(
-    tile: Tile, n: int, valid: int, greedy: bool, eos: int, advances: bool
+    tile: Tile, n: int, valid: int, greedy: bool, eos: int, advances: bool,
+    pieces: tuple[int, int] | None = None,
 ):  # fmt: skip
     """Build the choice among the first `valid` columns of P (b, n), float32; b is dynamic.
 
     `greedy` takes the first maximum of P, which may be logits; otherwise P are probabilities, all
     NaN where there are none to draw from, and the token is drawn with the random number of (seed,
-    samples[b], starts[b] + steps[b]). It goes to tokens[b] and to row steps[b] of `chosen`;
+    samples[b], starts[b] + steps[b]); with `pieces` = (count, columns) by M (b, count), the masses
+    that row_softmax_split leaves of P. It goes to tokens[b] and to row steps[b] of `chosen`;
     `finite` has there whether P was usable. A row that is `going` (1 or 0) gets one more of
     `lengths`, if that `advances`, and one token less `left`; it goes on while there are some and
     the token is not `eos` (-1 for none). steps[b] grows by 1; past the tables nothing is noted.
     """
     batch, capacity = T.dynamic("batch"), T.dynamic("capacity")
-    draw, argmax = draw_macro(valid), argmax_macro(valid)
+    segments = Segments.of_warps(valid) if pieces is None else Segments(*pieces, given=True)
+    draw, argmax = draw_macro(valid, segments), argmax_macro(valid)
+    count = 1 if pieces is None else pieces[0]
 
     @T.prim_func
     def choose_token(
         P: T.Tensor((batch, n), "float32"),
+        M: T.Tensor((batch, count), "int64"),
         seed: T.Tensor((1,), "int64"),
         samples: T.Tensor((batch,), "int64"),
         starts: T.Tensor((batch,), "int32"),
@@ -62,7 +68,7 @@ def choose_token_kernel(
                 top[0] = P[row, T.min(tx, valid - 1)]  # all of a row is NaN, or none
                 position = T.cast(starts[row], "int64") + step[0]
                 philox_uniform(seed[0], samples[row], position, uniform)
-                draw(P, row, uniform[0], tx, token)
+                draw(P, M, row, uniform[0], tx, token)
             if tx == 0:
                 tokens[row] = T.cast(token[0], "int64")
                 if step[0] < capacity:
@@ -81,10 +87,11 @@ def choose_token_kernel(
 
 @functools.cache
 def _select(
-    device: torch.device, n: int, valid: int, greedy: bool, eos: int, advances: bool
-) -> Callable[..., None]:
+    device: torch.device, n: int, valid: int, greedy: bool, eos: int, advances: bool,
+    pieces: tuple[int, int] | None,
+) -> Callable[..., None]:  # fmt: skip
     tile = tile_for(device)
-    return compile_kernel(choose_token_kernel, tile, n, valid, greedy, eos, advances)
+    return compile_kernel(choose_token_kernel, tile, n, valid, greedy, eos, advances, pieces)
 
 
 def choose_token(
@@ -99,17 +106,20 @@ def choose_token(
     left: Tensor,
     going: Tensor,
     lengths: Tensor | None,
+    masses: Tensor | None = None,
 ) -> None:
     """Choose from scores (b, n): the largest, or drawn with `random` numbers; see the builder.
 
     random: seed (1,) and samples (b,) int64, starts (b,) int32. chosen (capacity, b) int64, finite
     (capacity, b) bool, steps and tokens (b,) int64, left, going and lengths (b,) int32; all
-    contiguous.
+    contiguous. masses: what row_softmax has left of these probabilities, if it has.
     """
     greedy, advances = random is None, lengths is not None
-    kernel = _select(scores.device, scores.shape[1], valid, greedy, eos, advances)
+    n = scores.shape[1]
+    pieces = None if masses is None else (masses.shape[1], piece_columns(n))
+    kernel = _select(scores.device, n, valid, greedy, eos, advances, pieces)
     seed, samples, starts = random or (None, None, None)
     kernel(
-        scores, seed, samples, starts, steps, chosen, finite.view(torch.uint8), tokens, left, going,
-        lengths,
+        scores, masses, seed, samples, starts, steps, chosen, finite.view(torch.uint8), tokens,
+        left, going, lengths,
     )  # fmt: skip

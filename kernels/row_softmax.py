@@ -14,20 +14,19 @@ from torch import Tensor
 
 from minifused.kernels import buckets
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
-from minifused.kernels.row_lanes import row_lanes, softmax_exp, vector_width
+from minifused.kernels.row_lanes import softmax_exp, vector_width
 from minifused.kernels.row_softmax_split import (
-    MAX_SPLIT,
+    MIN_SPLIT,
     SPLIT_ROWS,
-    count_pieces,
-    piece_sums_kernel,
-    piece_values_kernel,
+    compile_split,
+    is_split,
     split_schedule,
 )
 from minifused.kernels.row_softmax_wide import wide_schedule, wide_softmax_kernel
 from minifused.kernels.schedule import RowSchedule, row_schedule, tuned
 from minifused.kernels.tile import Tile
 
-MAX_COLUMNS_IN_REGISTERS = 8192
+MAX_COLUMNS_IN_REGISTERS = MIN_SPLIT  # wider rows go in pieces, of one block or of several
 GPU_ROWS = tuple(sorted({*SPLIT_ROWS, *buckets.ROWS}))
 
 
@@ -93,23 +92,6 @@ def row_softmax_schedule(tile: Tile, m: int, n: int, dtype: str) -> RowSchedule:
     return tuned(tile, "row_softmax", buckets.row(m, n), dtype, rule)
 
 
-def compile_split(
-    tile: Tile, n: int, valid: int, dtype: str, out_dtype: str, schedule: RowSchedule
-) -> Callable[[Tensor, Tensor], None]:
-    """A function of x (m, n) and out (m, n) that runs both kernels of `row_softmax_split`."""
-    static = (tile, n, valid, dtype, out_dtype, schedule)
-    sums = compile_kernel(piece_sums_kernel, *static)
-    values = compile_kernel(piece_values_kernel, *static)
-    pieces = count_pieces(row_lanes(tile, valid, dtype, out_dtype, schedule))
-
-    def launch(x: Tensor, out: Tensor) -> None:
-        partial = torch.empty(x.shape[0], pieces, 2, dtype=torch.float32, device=x.device)
-        sums(x, partial)
-        values(x, partial, out)
-
-    return launch
-
-
 @functools.cache
 def _select(
     device: torch.device,
@@ -120,13 +102,18 @@ def _select(
     out_dtype: torch.dtype,
 ) -> Callable[..., None]:
     tile, names = tile_for(device), (dtype_name(dtype), dtype_name(out_dtype))
-    if tile.is_cuda and m <= SPLIT_ROWS[-1] and MAX_COLUMNS_IN_REGISTERS < valid <= MAX_SPLIT:
+    if tile.is_cuda and is_split(m, valid):
         return compile_split(tile, n, valid, *names, split_schedule(m, n, names[0]))
     schedule = row_softmax_schedule(tile, m, n, names[0])
     return compile_kernel(row_softmax_kernel, tile, n, valid, *names, schedule)
 
 
-def row_softmax(x: Tensor, valid: int, out: Tensor) -> None:
-    """Write softmax(x (m, n)) over the first `valid` columns to out (m, n), both contiguous."""
+def row_softmax(x: Tensor, valid: int, out: Tensor, masses: Tensor | None = None) -> None:
+    """Write softmax(x (m, n)) over the first `valid` columns to out (m, n), both contiguous.
+
+    masses: (m, count_masses(m, n, valid)) int64, if that is not 0: gets for each piece of a row the
+    sum of its weights in a draw.
+    """
     m = buckets.ceiling(x.shape[0], GPU_ROWS if x.is_cuda else buckets.ROWS)
-    _select(x.device, m, x.shape[1], valid, x.dtype, out.dtype)(x, out)
+    kernel = _select(x.device, m, x.shape[1], valid, x.dtype, out.dtype)
+    kernel(x, out) if masses is None else kernel(x, out, masses)

@@ -1,22 +1,20 @@
 """Softmax of a few wide rows: too few to give each core of a GPU one, so that pieces of them go.
 
-The first kernel leaves the maximum and the sum of each piece (Milakov and Gimelshein, arXiv
-1805.02867), the second merges them, always in the same order, and writes the values.
+See row_softmax_pieces for the kernels.
 """
 
-import tilelang.language as T
+from collections.abc import Callable
 
-from minifused.kernels.row_lanes import (
-    FAST_MATH,
-    VECTOR_BYTES,
-    RowLanes,
-    add,
-    load_edges,
-    load_up_to,
-    merge,
-    row_lanes,
+import torch
+from torch import Tensor
+
+from minifused.kernels.build import compile_kernel
+from minifused.kernels.row_lanes import VECTOR_BYTES, row_lanes
+from minifused.kernels.row_softmax_pieces import (
+    count_pieces,
+    piece_sums_kernel,
+    piece_values_kernel,
 )
-from minifused.kernels.row_lanes_store import store_edges, store_up_to
 from minifused.kernels.schedule import ITEM_BYTES, RowSchedule, next_power_of_2
 from minifused.kernels.tile import Tile
 
@@ -24,7 +22,7 @@ SPLIT_ROWS = (1, 8, 32, 128, 264)  # edges of what is compiled apart; more rows 
 BLOCKS = 4 * 132  # of a grid, or more: four for each core of an H200
 PIECES = (1024, 8192)  # columns, so that a piece is worth a block and fits in its registers
 MAX_PIECES = 128  # a thread each to merge
-MAX_SPLIT = MAX_PIECES * PIECES[1]  # columns of a row
+MIN_SPLIT, MAX_SPLIT = 8192, MAX_PIECES * PIECES[1]  # columns of a row: more than, and up to
 
 
 def split_schedule(rows: int, n: int, dtype: str) -> RowSchedule:
@@ -41,103 +39,39 @@ def split_schedule(rows: int, n: int, dtype: str) -> RowSchedule:
     return RowSchedule(columns, min(256, columns // width))
 
 
-def count_pieces(r: RowLanes) -> int:
-    """That a row's vectors make up; raises ValueError if they are more than the lanes to merge."""
-    pieces = max(1, -(-(r.valid // r.width) // r.stride))
-    if pieces > r.lanes:
-        raise ValueError(f"{pieces} pieces of {r.valid} columns, and {r.lanes} threads")
-    return pieces
+def piece_columns(n: int) -> int:
+    """The columns of a piece of a float32 row."""
+    return split_schedule(1, n, "float32").block_n
 
 
-def piece_sums_kernel(
-    tile: Tile, n: int, valid: int, dtype: str, out_dtype: str, schedule: RowSchedule
-):
-    """Build P (m, pieces, 2) float32 = maximum, and sum of exp(x - maximum), of X (m, n)'s pieces.
+def is_split(rows: int, valid: int) -> bool:
+    """Whether a GPU takes so many rows in pieces, with the kernels of row_softmax_split."""
+    return rows <= SPLIT_ROWS[-1] and MIN_SPLIT < valid <= MAX_SPLIT
 
-    Each lane of `schedule.num_threads` has its share of a piece in registers; m is dynamic.
+
+def count_masses(rows: int, n: int, valid: int) -> int:
+    """The pieces of a float32 row on a GPU whose masses `row_softmax` leaves, 0 for none.
+
+    It does where rows are cut, and all begin where a vector does, so that all are cut alike.
     """
-    r = row_lanes(tile, valid, dtype, out_dtype, schedule)
-    pieces = count_pieces(r)
-    m = T.dynamic("m", "int64")
-
-    @T.prim_func
-    def piece_sums(X: T.Tensor((m, n), dtype), P: T.Tensor((m, pieces, 2), "float32")):
-        with T.Kernel(pieces, m, threads=r.lanes) as (piece, row):
-            x = tile.fragment((r.vectors, r.lanes, r.width), dtype)
-            edges = tile.fragment((1, r.lanes, 1), "float32")
-            maximum = tile.fragment((r.lanes,), "float32")
-            total = tile.fragment((r.lanes,), "float32")
-            shift = tile.fragment((r.lanes,), "float32")
-            piece_max = tile.fragment((1,), "float32")
-            piece_sum = tile.fragment((1,), "float32")
-            if r.fast_math:
-                T.annotate_compile_flags(FAST_MATH)
-            tile.pdl_trigger()
-            tile.pdl_sync()
-            X = T.reshape(X, (m * n,))
-            start = T.cast(row, "int64") * n
-            first, last = r.span(start)
-            T.fill(maximum, -T.infinity("float32"))
-            T.clear(total)
-            load_up_to(r, X, first + piece * r.stride, last, x)
-            load_edges(r, X, start, first, last, piece == 0, piece == pieces - 1, edges)
-            add(r, x, maximum, total, shift)
-            add(r, edges, maximum, total, shift)
-            merge(r, maximum, total, piece_max, piece_sum)
-            for i in tile.parallel(1):
-                P[row, piece, 0] = piece_max[i]
-                P[row, piece, 1] = piece_sum[i]
-
-    return piece_sums
+    if not is_split(rows, valid) or n * ITEM_BYTES["float32"] % VECTOR_BYTES:
+        return 0
+    return max(1, -(-(valid - valid % 4) // piece_columns(n)))
 
 
-def piece_values_kernel(
+def compile_split(
     tile: Tile, n: int, valid: int, dtype: str, out_dtype: str, schedule: RowSchedule
-):
-    """Build Y (m, n) = softmax of X (m, n) over the first `valid` columns from P (m, pieces, 2).
+) -> Callable[..., None]:
+    """A function of x (m, n), out (m, n) and masses that runs both kernels of row_softmax_split."""
+    static = tile, n, valid, dtype, out_dtype
+    sums = compile_kernel(piece_sums_kernel, *static, schedule)
+    pieces = count_pieces(row_lanes(tile, valid, dtype, out_dtype, schedule))
 
-    Columns from `valid` on are 0. A row of -inf gives NaN, and so does one with NaN or +inf.
-    """
-    r = row_lanes(tile, valid, dtype, out_dtype, schedule)
-    pieces = count_pieces(r)
-    m = T.dynamic("m", "int64")
+    def launch(x: Tensor, out: Tensor, masses: Tensor | None = None) -> None:
+        partial = torch.empty(x.shape[0], pieces, 2, dtype=torch.float32, device=x.device)
+        sums(x, partial)
+        to_draw = masses is not None
+        values = compile_kernel(piece_values_kernel, *static, to_draw, schedule)
+        values(x, partial, out, masses)
 
-    @T.prim_func
-    def piece_values(
-        X: T.Tensor((m, n), dtype),
-        P: T.Tensor((m, pieces, 2), "float32"),
-        Y: T.Tensor((m, n), out_dtype),
-    ):
-        with T.Kernel(pieces, m, threads=r.lanes) as (piece, row):
-            x = tile.fragment((r.vectors, r.lanes, r.width), dtype)
-            edges = tile.fragment((1, r.lanes, 1), "float32")
-            maximum = tile.fragment((r.lanes,), "float32")
-            total = tile.fragment((r.lanes,), "float32")
-            row_max = tile.fragment((1,), "float32")
-            inverse = tile.fragment((1,), "float32")
-            if r.fast_math:
-                T.annotate_compile_flags(FAST_MATH)
-            tile.pdl_trigger()
-            tile.pdl_sync()
-            X, Y = T.reshape(X, (m * n,)), T.reshape(Y, (m * n,))
-            start = T.cast(row, "int64") * n
-            first, last = r.span(start)
-            at = first + piece * r.stride
-            load_up_to(r, X, at, last, x)
-            load_edges(r, X, start, first, last, piece == 0, piece == pieces - 1, edges)
-            T.fill(maximum, -T.infinity("float32"))
-            T.clear(total)
-            for i in tile.parallel(r.lanes):
-                if i < pieces:
-                    maximum[i] = P[row, i, 0]
-                    total[i] = P[row, i, 1]
-            merge(r, maximum, total, row_max, inverse)
-            for i in tile.parallel(1):
-                inverse[i] = 1.0 / inverse[i]
-            store_up_to(r, x, at, last, Y, row_max, inverse)
-            store_edges(
-                r, edges, start, n, first, last, piece == 0, piece == pieces - 1, Y,
-                row_max, inverse,
-            )  # fmt: skip
-
-    return piece_values
+    return launch

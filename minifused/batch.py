@@ -199,16 +199,18 @@ class Batch:
 
         It also counts the position that rows got in the cache, if given its lengths.
         """
-        logits, params = scores[:, : self.vocab_size], self.choice.params
-        if params.is_plain:
-            weights = scores if params.is_greedy else ops.softmax(scores, self.vocab_size)
-        else:
+        logits, params, masses = scores[:, : self.vocab_size], self.choice.params, None
+        if not params.is_plain:
             weights = scores_to_draw(logits, params, self.softmax, self.seen)
+        elif params.is_greedy:
+            weights = scores
+        else:
+            weights, masses = ops.softmax_to_draw(scores, self.vocab_size)
         random = None if params.is_greedy else (self.seed, self.samples, self.lengths)
         eos = -1 if self.choice.eos is None else self.choice.eos
         ops.choose_token(
             weights, self.vocab_size, random, eos, self.step_index, self.chosen, self.finite,
-            self.tokens.view(-1), self.left, self.going, lengths,
+            self.tokens.view(-1), self.left, self.going, lengths, masses,
         )  # fmt: skip
         if not params.is_plain:  # a filter may drop what is not finite
             self._note(self.finite, finite_rows(logits))

@@ -38,13 +38,8 @@ from minifused.kernels.layer_norm import layer_norm_kernel, layer_norm_schedule
 from minifused.kernels.limits import shared_memory_limit
 from minifused.kernels.print_tile import COLUMNS, print_tile
 from minifused.kernels.row_softmax import row_softmax_kernel, row_softmax_schedule
-from minifused.kernels.row_softmax_split import (
-    MAX_SPLIT,
-    SPLIT_ROWS,
-    piece_sums_kernel,
-    piece_values_kernel,
-    split_schedule,
-)
+from minifused.kernels.row_softmax_pieces import piece_sums_kernel, piece_values_kernel
+from minifused.kernels.row_softmax_split import MAX_SPLIT, SPLIT_ROWS, split_schedule
 from minifused.kernels.skinny_gemm import skinny_gemm_kernel
 from minifused.kernels.tile import CPU, Tile
 from minifused.ops import MAX_HEAD_DIM, MAX_SKINNY_ROWS
@@ -225,7 +220,10 @@ def _softmax_pieces(
     builder: Callable, tile: Tile, dtype: str, w: SoftmaxWorkload
 ) -> tuple[Callable, tuple, Any]:
     rows = buckets.ceiling(w.m, row_softmax.GPU_ROWS)
-    return builder, (w.n, w.valid or w.n, dtype, dtype), split_schedule(rows, w.n, dtype)
+    static: tuple = (w.n, w.valid or w.n, dtype, dtype)
+    if builder is piece_values_kernel:
+        static = (*static, False)  # as `softmax` has it
+    return builder, static, split_schedule(rows, w.n, dtype)
 
 
 def _layer_norm(tile: Tile, dtype: str, w: LayerNormWorkload) -> tuple[Callable, tuple, Any]:

@@ -31,6 +31,7 @@ from minifused.kernels.gemv import norm_sums as gemv_norm_sums
 from minifused.kernels.gemv import takes as gemv_takes
 from minifused.kernels.layer_norm import layer_norm as layer_norm_kernel
 from minifused.kernels.row_softmax import row_softmax as row_softmax_kernel
+from minifused.kernels.row_softmax_split import count_masses
 from minifused.kernels.schedule import next_power_of_2, split_schedule
 from minifused.kernels.skinny_gemm import skinny_gemm as skinny_gemm_kernel
 from minifused.kernels.swap_gemm import part_width as swap_gemm_part_width
@@ -1024,9 +1025,46 @@ def embed(
     return Stream(*_embed_op(tokens, starts, wte, wpe, counts, ends, norm_weight))
 
 
+def _softmax_to_draw_empty(x, valid) -> tuple[Tensor, Tensor]:
+    pieces = count_masses(x.shape[0], x.shape[1], valid) if x.is_cuda else 0
+    return torch.empty_like(x), x.new_empty((x.shape[0], pieces), dtype=torch.int64)
+
+
+def _softmax_to_draw(x, valid) -> tuple[Tensor, Tensor]:
+    if x.dim() != 2 or x.dtype != torch.float32:
+        _refuse("x", x, "(B, N), torch.float32")
+    x = x.contiguous()
+    out, masses = _softmax_to_draw_empty(x, valid)
+    if not masses.numel() or not 0 < valid <= x.shape[1]:
+        _softmax_out(x, valid, out=out)
+    else:
+        row_softmax_kernel(_dense(x), valid, out, masses)
+    return out, masses
+
+
+_softmax_to_draw_op = _define(
+    "softmax_to_draw(Tensor x, int valid) -> (Tensor, Tensor)",
+    _softmax_to_draw,
+    _softmax_to_draw_empty,
+)
+
+
+def softmax_to_draw(x: Tensor, valid: int) -> tuple[Tensor, Tensor]:
+    """Softmax over the last dimension, with what `choose_token` then need not add up.
+
+    Args:
+        x: (B, N), float32. valid: as in `softmax`.
+
+    Returns:
+        The probabilities (B, N), and `masses` (B, pieces) int64, of no piece where the kernel does
+        not cut rows.
+    """
+    return _softmax_to_draw_op(x, valid)
+
+
 def _choose_token(
     scores, valid, seed, samples, starts, eos, steps, chosen, finite, tokens, left, going,
-    lengths=None,
+    lengths=None, masses=None,
 ) -> None:  # fmt: skip
     batch, capacity = scores.shape[0], chosen.shape[0]
     if scores.dim() != 2 or scores.dtype != torch.float32 or not scores.is_cuda:
@@ -1049,7 +1087,12 @@ def _choose_token(
     if seed is not None:
         _require_state("seed", seed, (1,), torch.int64, scores)
         random = seed, samples, starts
-    state = steps, chosen, finite, tokens, left, going, lengths
+    if masses is not None and not masses.numel():
+        masses = None
+    if masses is not None:
+        pieces = count_masses(batch, scores.shape[1], valid)
+        _require_state("masses", masses, (batch, pieces), torch.int64, scores)
+    state = steps, chosen, finite, tokens, left, going, lengths, masses
     if batch:
         choose_token_kernel(_dense(scores), valid, random, eos, *state)
 
@@ -1065,7 +1108,7 @@ def _require_state(
 _choose_token_op = _define(
     "choose_token(Tensor scores, int valid, Tensor? seed, Tensor? samples, Tensor? starts, "
     "int eos, Tensor(a!) steps, Tensor(b!) chosen, Tensor(c!) finite, Tensor(d!) tokens, "
-    "Tensor(e!) left, Tensor(f!) going, Tensor(g!)? lengths=None) -> ()",
+    "Tensor(e!) left, Tensor(f!) going, Tensor(g!)? lengths=None, Tensor? masses=None) -> ()",
     _choose_token,
     _writes,
 )
@@ -1083,6 +1126,7 @@ def choose_token(
     left: Tensor,
     going: Tensor,
     lengths: Tensor | None = None,
+    masses: Tensor | None = None,
 ) -> None:
     """Choose each row's next token, and note what a step leaves, in one kernel on a GPU.
 
@@ -1102,8 +1146,9 @@ def choose_token(
         left: (B,) int32, how many tokens a row may still get; one less if it is going.
         going: (B,) int32, 1 where a row goes on, otherwise 0.
         lengths: (B,) int32, how many positions of a row are cached; one more if it was going.
+        masses: of scores, if these come from `softmax_to_draw`.
     """
-    state = steps, chosen, finite, tokens, left, going, lengths
+    state = steps, chosen, finite, tokens, left, going, lengths, masses
     _choose_token_op(scores, valid, *(random or (None, None, None)), eos, *state)
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from helpers import int32, needs_cuda, normal, on_each_dtype, poisoned
 from test_lowering import assert_64_bit_indices, split_barriers
 
+from minifused import ops
 from minifused.kernels import build
 from minifused.kernels.choose_token import choose_token, choose_token_kernel
 from minifused.kernels.embed import embed, embed_kernel
@@ -73,8 +74,9 @@ def embed_source(arch):
     return build.lower(embed_kernel, tile, 768, "bfloat16", True, row_schedule(tile, 768, 1024))
 
 
-def choose_source(arch, greedy):
-    return build.lower(choose_token_kernel, Tile(arch), 50304, 50257, greedy, 50256, True)
+def choose_source(arch, greedy, pieces=None):
+    static = 50304, 50257, greedy, 50256, True, pieces
+    return build.lower(choose_token_kernel, Tile(arch), *static)
 
 
 @functools.cache
@@ -86,6 +88,7 @@ def source(kernel, arch="sm_90a"):
 KERNELS = {
     "embed": embed_source,
     "draw": functools.partial(choose_source, greedy=False),
+    "draw by masses": functools.partial(choose_source, greedy=False, pieces=(50, 1024)),
     "greedy": functools.partial(choose_source, greedy=True),
 }
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
@@ -111,6 +114,7 @@ def test_results_repeat_and_barriers_are_for_all_threads(kernel):
 def test_global_indices_are_64_bit():
     for tensor in ("X", "wte", "wpe", "tokens"):
         assert_64_bit_indices(source("embed"), tensor)
+    assert_64_bit_indices(source("draw by masses"), "M")
     for kernel in ("draw", "greedy"):
         for tensor in ("P", "chosen", "finite", "tokens"):
             assert_64_bit_indices(source(kernel), tensor)
@@ -181,9 +185,13 @@ class State:
         """Take a step; scores (rows, valid) get a column of weight behind them."""
         padded = torch.full((len(scores), valid + valid % 2), 1e9)
         padded[:, :valid] = scores
+        return self.choose_from(padded.cuda(), valid, greedy=greedy, eos=eos)
+
+    def choose_from(self, scores, valid, masses=None, greedy=False, eos=-1):
         choose_token(
-            padded.cuda(), valid, None if greedy else (self.seed, self.samples, self.starts), eos,
+            scores, valid, None if greedy else (self.seed, self.samples, self.starts), eos,
             self.steps, self.chosen, self.finite, self.tokens, self.left, self.going, self.lengths,
+            masses,
         )  # fmt: skip
         for name, value in vars(self).items():
             setattr(self, name, value.cpu())
@@ -201,6 +209,25 @@ def test_a_draw_is_that_of_sampling(valid):
         assert torch.equal(state.tokens, expected), kind
         assert torch.equal(state.chosen[1], expected)
         assert state.finite[1].all()
+
+
+@pytest.mark.parametrize("valid", [8200, 8201, 50176, 50177, 50178, 50257, 131072, 300000])
+@needs_cuda
+def test_a_draw_by_the_masses_of_pieces_is_the_same(valid):
+    rows, n = 64, -(-valid // 4) * 4 + 4
+    for kind, std in (("flat", 0.1), ("peaked", 9.0), ("last", 0.0), ("first", 0.0)):
+        logits = normal("cuda")(rows, n, std=1.0) * std
+        if kind in ("last", "first"):
+            logits[:, valid - 1 if kind == "last" else 0] += 99
+        logits[-1] = torch.nan
+        weights, masses = ops.softmax_to_draw(logits, valid)
+        assert masses.numel()
+        expected = draw(weights[:-1, :valid].cpu(), uniforms_of(rows)[:-1])
+        states = [State(rows), State(rows)]
+        for state, given in zip(states, (None, masses), strict=True):
+            state.choose_from(weights, valid, given)
+            assert torch.equal(state.tokens[:-1].cpu(), expected), kind
+            assert not state.finite[1, -1] and 0 <= state.tokens[-1] < valid
 
 
 def logits_of(kind, rows, valid):

@@ -48,6 +48,10 @@ def layer_norm(draw):
     return (draw(5, 192), draw(192), draw(192), 1e-5), (5, 192)
 
 
+def softmax_to_draw(draw):
+    return (draw(5, 7), 3), None
+
+
 def append_kv(draw):
     caches = draw(2, 33, 2, 8), draw(2, 33, 2, 8)
     return (*caches, draw(2, 5, 3, 2, 8), None, int32(0, 30, device=caches[0].device)), None
@@ -84,7 +88,7 @@ def embed(draw):
 
 SAMPLES = {make.__name__: make for make in
            (linear, attention, decode_attention, softmax, layer_norm, append_kv, vector_add,
-            norm_linear, norm_qkv, add_linear, add_decode_attention, embed)
+            norm_linear, norm_qkv, add_linear, add_decode_attention, embed, softmax_to_draw)
            }  # fmt: skip
 WITH_OUT = [name for name in SAMPLES if SAMPLES[name](normal())[1] is not None]
 OVERLOADS = [*SAMPLES, *(f"{name}.out" for name in WITH_OUT)]

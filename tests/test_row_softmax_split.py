@@ -18,14 +18,17 @@ from minifused import ops
 from minifused.kernels import limits
 from minifused.kernels.build import compile_kernel
 from minifused.kernels.row_lanes import row_lanes, vector_width
-from minifused.kernels.row_softmax import compile_split
+from minifused.kernels.row_softmax_pieces import (
+    count_pieces,
+    piece_sums_kernel,
+    piece_values_kernel,
+)
 from minifused.kernels.row_softmax_split import (
     MAX_SPLIT,
     PIECES,
     SPLIT_ROWS,
-    count_pieces,
-    piece_sums_kernel,
-    piece_values_kernel,
+    compile_split,
+    piece_columns,
     split_schedule,
 )
 from minifused.kernels.row_softmax_wide import (
@@ -122,6 +125,11 @@ def test_both_forms_on_infinities_and_nan(name):
         assert out[5].isfinite().all()
 
 
+def masses_of(probabilities, valid, columns):
+    weights = (probabilities[:, :valid].double() * 2.0**50).long()
+    return torch.stack([piece.sum(dim=1) for piece in weights.split(columns, dim=1)], dim=1)
+
+
 # Sizes
 
 
@@ -168,7 +176,7 @@ def sums(tile, dtype, n, valid, out_dtype):
 
 
 def values(tile, dtype, n, valid, out_dtype):
-    static = (n, valid, dtype, out_dtype, split_schedule(64, n, dtype))
+    static = (n, valid, dtype, out_dtype, out_dtype == F32, split_schedule(64, n, dtype))
     return piece_values_kernel, tile, *static
 
 
@@ -246,6 +254,22 @@ def test_each_count_of_rows_agrees_with_float64(n, valid, dtype, out_dtype):
         assert_within_bound(out, reference(x, valid), eager)
         assert not out[:, valid:].any()
         assert torch.equal(ops.softmax(x, valid, out_dtype=out_dtype), out)
+
+
+@needs_cuda
+@pytest.mark.parametrize("rows", [1, 9, 264, 265])
+@pytest.mark.parametrize(("n", "valid"), [*SHAPES, (50304, 50177), (10004, 10001)], ids=str)
+def test_masses_on_a_gpu(n, valid, rows):
+    if n == 1 << 20 and rows > 9:
+        return
+    x = normal("cuda")(rows, n, std=3.0)
+    out, masses = ops.softmax_to_draw(x, valid)
+    assert torch.equal(out, ops.softmax(x, valid))
+    assert bool(masses.numel()) == (rows <= 264 and n % 4 == 0)
+    if masses.numel():
+        expected = masses_of(out, valid, piece_columns(n))
+        expected[:, masses.shape[1] - 1] += expected[:, masses.shape[1] :].sum(dim=1)
+        assert torch.equal(masses, expected[:, : masses.shape[1]])
 
 
 @needs_cuda
