@@ -14,7 +14,7 @@ import tilelang.language as T
 from minifused.kernels.limits import ITEM_BYTES, has_bulk_copies, staged_bytes
 from minifused.kernels.schedule import SwapSchedule
 from minifused.kernels.swap_fold import load_moments, merge_moments, moments_shape
-from minifused.kernels.swap_follow import follow_tile, load_gain
+from minifused.kernels.swap_follow import follow_tile
 from minifused.kernels.swap_ring import (
     Ring,
     fill,
@@ -31,7 +31,7 @@ from minifused.kernels.swap_store import (
     finish_tile,
     fixed,
     keep,
-    load_bias,
+    load_constants,
     load_places,
     load_tile,
     store,
@@ -47,8 +47,9 @@ def swap_gemm_kernel(
 ):  # fmt: skip
     """Build C (m, n) = act(A (m, k) @ W (n, k)^T + bias (n)) + R (m, n) for small dynamic m.
 
-    A, W and bias have `dtype`, R and C `out_dtype`; sums are float32. `ahead` reads W before the
-    kernels launched earlier have ended. With any of what follows, the kernel takes more tensors.
+    A, W and bias have `dtype`, R and C `out_dtype`; sums are float32. `ahead` reads W and bias,
+    gain and W's sums before the kernels launched earlier have ended. For any of these it takes
+    more tensors:
 
     cached: positions (m,) int32, K_cache and V_cache (m, capacity, n / 3). C is a packed query, key
     and value, of which the latter two also go to their caches.
@@ -58,8 +59,8 @@ def swap_gemm_kernel(
     and its stats, `moments` (m, 2 * parts), of parts of block_n columns.
     """
     block_m, block_n, block_k = schedule.block_m, schedule.block_n, schedule.block_k
-    tiles, threads = schedule.tiles, schedule.num_threads
-    m, f32 = T.dynamic("m"), "float32"
+    tiles, threads, f32 = schedule.tiles, schedule.num_threads, "float32"
+    m, early = T.dynamic("m"), ahead and tiles == 1
     steps = -(-k // block_k)  # of a tile; past k both operands are zeros
     stages, total = stages_of(schedule, tiles * steps), tiles * steps
     parts = -(-k // fold[0]) if fold else 1
@@ -69,7 +70,7 @@ def swap_gemm_kernel(
     grid = (T.ceildiv(n, block_n * tiles), T.ceildiv(m, block_m))
 
     A_type, W_type, bias_type = (T.Tensor(shape, dtype) for shape in ((m, k), (n, k), (n,)))
-    R_type, C_type = (T.Tensor((m, n), out_dtype) for _ in range(2))  # one object is one tensor
+    R_type, C_type = (T.Tensor((m, n), out_dtype) for _ in "RC")  # one object is one tensor
 
     @T.macro
     def block(A, W, bias, R, C, caches, norm, after):
@@ -92,6 +93,8 @@ def swap_gemm_kernel(
             if not ahead:
                 tile.pdl_sync()
             fill(ring, load_weights)
+            if early:
+                load_constants(tile, bias, norm, after, first, b, slope, gain)
             tile.pdl_sync()
             load_moments(norm, row, s, block_m, threads)
             fill(ring, load_rows)
@@ -101,12 +104,12 @@ def swap_gemm_kernel(
             load_places(tile, caches, row, places)
             for t in T.serial(tiles):
                 col = first + t * block_n
-                load_bias(tile, bias, norm, col, b, slope)
+                if not early:
+                    load_constants(tile, bias, norm, after, col, b, slope, gain)
                 load_tile(tile, R, row, col, r)
-                load_gain(after, col, gain)
                 if staged:
-                    shape = (schedule.groups, block_m, block_n + 4)  # 4 more: other banks
-                    sums = fixed(tile, shape, f32)
+                    # 4 more: other banks
+                    sums = fixed(tile, (schedule.groups, block_m, block_n + 4), f32)
                     multiply_in_groups(ring, sums, threads // schedule.groups)
                     finish_tile(end, functools.partial(sum_of, sums))
                 else:
