@@ -20,8 +20,9 @@ def lanes_a_row(block_m: int, num_threads: int) -> int:
     return 1 << min(32, max(1, num_threads // block_m)).bit_length() - 1
 
 
-def moments_shape(block_m: int, parts: int, num_threads: int) -> tuple[int, int, int]:
-    """Of what a lane loads: its rows, loads of a row, and floats of a load, two a part."""
+def moments_shape(block_m: int, columns: int, num_threads: int) -> tuple[int, int, int]:
+    """Of what a lane loads of stats: its rows, loads of a row, and floats of a load, two a part."""
+    parts = int(columns) // 2
     lanes = lanes_a_row(block_m, num_threads)
     pair = 2 - parts % 2  # 16 bytes if all rows begin at multiples of these
     return -(-block_m * lanes // num_threads), -(-parts // (pair * lanes)), 2 * pair
