@@ -39,8 +39,8 @@ def swap_gemm(m: int, n: int, k: int) -> str:
     return f"{_range('m', m, SWAP_ROWS)},n={n},k={k}"
 
 
-def gemv(n: int, k: int, whole_rows: bool) -> str:
-    return f"n={n},k={k}" + (",whole rows" if whole_rows else "")
+def gemv(n: int, k: int, normed: bool) -> str:
+    return f"n={n},k={k}" + (",norm" if normed else "")
 
 
 def flash_attention(head_dim: int, causal: bool, keys: int) -> str:

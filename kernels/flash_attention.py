@@ -13,10 +13,10 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
-from minifused.kernels import buckets
+from minifused.kernels import buckets, flash_attention_sm90
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
 from minifused.kernels.online_softmax import online_softmax
-from minifused.kernels.schedule import AttentionSchedule, attention_schedule
+from minifused.kernels.schedule import AttentionSchedule, attention_schedule, flash_schedule
 from minifused.kernels.tile import Tile
 
 
@@ -69,6 +69,8 @@ def flash_attention_kernel(
             rescale = tile.fragment((block_m,), "float32")
             shift = tile.fragment((block_m,), "float32")
             block_sum = tile.fragment((block_m,), "float32")
+            tile.pdl_trigger()
+            tile.pdl_sync()
             T.clear(o)
             T.clear(l)
             T.fill(m, -T.infinity("float32"))
@@ -109,21 +111,17 @@ def flash_attention_kernel(
 
 @functools.cache
 def _select(
-    device: torch.device,
-    heads: int,
-    head_dim: int,
-    packed: bool,
-    causal: bool,
-    ragged: bool,
-    scale: float,
-    dtype: torch.dtype,
-    keys: int,
-) -> Callable[..., None]:
+    device: torch.device, heads: int, head_dim: int, packed: bool, causal: bool, ragged: bool,
+    scale: float, dtype: torch.dtype, keys: int,
+) -> Callable[..., None]:  # fmt: skip
     tile, name = tile_for(device), dtype_name(dtype)
+    static = heads, head_dim, packed, causal, ragged, scale, name
+    if flash_attention_sm90.takes(tile, head_dim, name):
+        chosen = flash_schedule(tile, head_dim, name, causal, keys)
+        builder = flash_attention_sm90.flash_attention_sm90_kernel
+        return compile_kernel(builder, tile, *static, chosen)
     schedule = attention_schedule(tile, head_dim, name, causal, keys)
-    return compile_kernel(
-        flash_attention_kernel, tile, heads, head_dim, packed, causal, ragged, scale, name, schedule
-    )
+    return compile_kernel(flash_attention_kernel, tile, *static, schedule)
 
 
 def flash_attention(

@@ -12,6 +12,7 @@ from minifused.kernels.gemv_row import VECTOR
 from minifused.kernels.schedule import gemv_schedule
 
 MAX_COLUMNS = 16384  # a row in float32 fits in shared memory
+NORM_ROWS = 4096  # of a weight, in float64 at a time
 
 
 @functools.cache
@@ -38,6 +39,15 @@ def takes(rows: int, weight: Tensor) -> bool:
     return fits and weight.is_cuda and weight.shape[1] <= MAX_COLUMNS
 
 
+def norm_sums(gain: Tensor, shift: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """W @ gain, and W @ shift + bias (2, n) float32: what a layer norm comes to behind W (n, k)."""
+    vectors = torch.stack([gain, shift]).double()
+    sums = torch.cat([vectors @ rows.double().T for rows in weight.split(NORM_ROWS)], dim=1)
+    if bias is not None:
+        sums[1] += bias
+    return sums.float()
+
+
 def gemv(
     x: Tensor | None,
     weight: Tensor,
@@ -53,14 +63,15 @@ def gemv(
     """Write act(x' @ weight (n, k)^T + bias) + residual (1, n) to out (1, n), all contiguous.
 
     Args:
-        norm: gain and shift (k,) and eps of a layer norm: x' is that of x (1, k) float32.
+        norm: gain (k,), sums (2, n) float32 as norm_sums makes them, and eps of a layer norm: x' is
+            that of x (1, k) float32. The bias is None, since the sums have it.
         parts: o (1, h, s, d) and ml (1, h, s, 2) of decode_attention_partials, in x's place.
         caches: keys and values (1, capacity, h, d) and positions (1,) int32, if out is a packed
             query, key and value of which the latter two are to be kept.
-        ahead: no kernel that may still run writes weight, bias, gain or shift.
+        ahead: no kernel that may still run writes weight, bias, gain or sums.
     """
     n, k = weight.shape
-    gain, shift, eps = norm or (None, None, None)
+    gain, sums, eps = norm or (None, None, None)
     o, ml = parts or (None, None)
     keys, values, positions = caches or (None, None, None)
     kernel = _select(
@@ -68,8 +79,7 @@ def gemv(
         (activation, bias is not None, residual is not None),
         eps, None if o is None else (o.shape[2], o.shape[3]), caches is not None, ahead,
     )  # fmt: skip
-    if gain is not None and shift is not None:
-        gain, shift = gain.view(1, k), shift.view(1, k)
+    gain = gain if gain is None else gain.view(1, k)
     if keys is not None and values is not None:
         keys, values = keys.view(1, -1, n // 3), values.view(1, -1, n // 3)
-    kernel(x, o, ml, gain, shift, weight, bias, residual, out, positions, keys, values)
+    kernel(x, o, ml, gain, sums, weight, bias, residual, out, positions, keys, values)

@@ -2,22 +2,20 @@
 
 The weights are the whole cost, and each is read once. A warp holds `warp_n` weight rows, or its
 slice of their columns, in registers, and has asked for them before it waits for the kernel that
-makes the row (programmatic dependent launch): the memory never idles between two layers. What is
-done to the row first, a layer normalisation or the merging of a split attention, each block does
-for itself, since a kernel of its own would cost more than the arithmetic.
+makes the row (programmatic dependent launch): the memory never idles between two layers. What
+comes before, a layer norm or the merging of a split attention, each block does for itself, since a
+kernel of its own would cost more than the arithmetic.
+
+A layer norm is linear but for two numbers of the row, so that it takes no pass of its own:
+
+    norm(x) @ W^T + bias = rstd * ((x * gain) @ W^T - mean * sums[0]) + sums[1],
+    sums[0] = W @ gain, sums[1] = W @ shift + bias.
 """
 
 import tilelang.language as T
 
-from minifused.kernels.gemv_output import dot, finish, gather, keep
-from minifused.kernels.gemv_row import (
-    STRIDE,
-    VECTOR,
-    load_lane,
-    load_strided,
-    merge_splits,
-    normalise,
-)
+from minifused.kernels.gemv_output import dot, finish, gather, gather_moments, keep, normalise
+from minifused.kernels.gemv_row import STRIDE, VECTOR, load_lane, merge_splits
 from minifused.kernels.schedule import GemvSchedule
 from minifused.kernels.tile import Tile
 
@@ -29,27 +27,27 @@ def gemv_kernel(
 ):  # fmt: skip
     """Build Y (1, n) = act(x @ W (n, k)^T + bias (n)) + R (1, n).
 
-    x is X (1, k); with `eps`, the layer norm of a float32 X with `gain` and `shift` (1, k); with
-    `parts` = (splits, d), the attention that O (1, k / d, splits, d) and ML (1, k / d, splits, 2)
-    make (see merge_splits). With `cached`, Y is a packed query, key and value, and the latter two
-    also go to row positions[0] of the caches (1, capacity, n / 3), if there is such a row. `ahead`
-    reads W, bias, gain and shift before the kernels launched earlier have ended. X and these four
-    have `dtype`, R and Y `out_dtype`, O and ML float32; sums are float32.
+    x is X (1, k); with `eps`, the layer norm of a float32 X with `gain` (1, k) and `sums` (2, n),
+    which hold the bias; with `parts` = (splits, d), the attention that O (1, k / d, splits, d) and
+    ML (1, k / d, splits, 2) make (see merge_splits). With `cached`, Y is a packed query, key and
+    value, and the latter two also go to row positions[0] of the caches (1, capacity, n / 3), if
+    there is such a row. `ahead` reads W, bias, gain and sums before the kernels launched earlier
+    have ended. X, W, bias and gain have `dtype`, R and Y `out_dtype`, the others float32.
     """
     block_n, warp_n, split_k = schedule.block_n, schedule.warp_n, schedule.split_k
     vectors, num_threads = -(-k // (split_k * STRIDE)), schedule.num_threads
     whole = split_k * vectors * STRIDE == k
-    prepared = eps is not None or parts is not None  # the row goes through shared memory
+    normed, merged = eps is not None, parts is not None
     splits, head_dim = parts or (1, k)
     capacity, width = (T.dynamic("capacity"), n // 3) if cached else (1, 1)
 
     @T.prim_func
     def gemv(
-        X: T.Tensor((1, k), dtype if eps is None else "float32"),
+        X: T.Tensor((1, k), "float32" if normed else dtype),
         O: T.Tensor((1, k // head_dim, splits, head_dim), "float32"),
         ML: T.Tensor((1, k // head_dim, splits, 2), "float32"),
         gain: T.Tensor((1, k), dtype),
-        shift: T.Tensor((1, k), dtype),
+        sums: T.Tensor((2, n), "float32"),
         W: T.Tensor((n, k), dtype),
         bias: T.Tensor((n,), dtype),
         R: T.Tensor((1, n), out_dtype),
@@ -67,24 +65,28 @@ def gemv_kernel(
             slot = group + lane if split_k == 1 else tx
             row = T.min(bx * block_n + slot, n - 1)
             w = T.alloc_local((warp_n * vectors, VECTOR), dtype)
-            affine = T.alloc_local((2, -(-k // num_threads)), dtype)
-            x = T.alloc_local((vectors, VECTOR), "float32" if prepared else dtype)
+            g = T.alloc_local((vectors, VECTOR), dtype)
+            x = T.alloc_local((vectors, VECTOR), "float32" if normed or merged else dtype)
             acc = T.alloc_local((warp_n,), "float32")
+            moments = T.alloc_local((2,), "float32")  # sums of x and of its squares
+            affine = T.alloc_local((2,), "float32")
             total = T.alloc_local((1,), "float32")
             added = T.alloc_local((1,), dtype)
             residual = T.alloc_local((1,), out_dtype)
             position = T.alloc_local((1,), "int32")
-            x_shared = T.alloc_shared((1, k if prepared else 1), "float32")
-            sums = T.alloc_shared((split_k, block_n), "float32")
+            x_shared = T.alloc_shared((1, k if merged else 1), "float32")
+            dots = T.alloc_shared((split_k, block_n), "float32")
+            moment_parts = T.alloc_shared((split_k, 2), "float32")
             T.annotate_min_blocks_per_sm(schedule.min_blocks)
             tile.pdl_trigger()
             if not ahead:
                 tile.pdl_sync()
             for r in T.unroll(warp_n):
                 load_lane(W, T.min(bx * block_n + group + r, n - 1), col, whole, w, r, vectors)
-            if eps is not None:
-                load_strided(gain, affine, 0, tx, num_threads)
-                load_strided(shift, affine, 1, tx, num_threads)
+            if normed:
+                load_lane(gain, 0, col, whole, g, 0, vectors)
+                for j in T.unroll(2):
+                    affine[j] = sums[j, row]
             if has_bias:
                 added[0] = bias[row]
             tile.pdl_sync()
@@ -92,15 +94,16 @@ def gemv_kernel(
                 position[0] = positions[0]
             if has_residual:
                 residual[0] = R[0, row]
-            if eps is not None:
-                normalise(X, affine, eps, x_shared, tx, num_threads)
-            if parts is not None:
+            if merged:
                 merge_splits(O, ML, x_shared, tx, num_threads)
-            if prepared:
                 T.sync_threads()
-            load_lane(x_shared if prepared else X, 0, col, whole, x, 0, vectors)
-            dot(w, x, acc)
-            gather(acc, sums, part, group, lane, tx, total)
+            load_lane(x_shared if merged else X, 0, col, whole, x, 0, vectors)
+            dot(w, x, g if normed else None, acc, moments)
+            if normed:
+                gather_moments(moments, moment_parts, part, tx)
+            gather(acc, dots, part, group, lane, tx, total)
+            if normed:
+                normalise(total, moments, moment_parts, affine, k, eps)
             if (lane < warp_n if split_k == 1 else tx < block_n) and bx * block_n + slot < n:
                 finish(tile, total, row, activation, has_bias, added, has_residual, residual, Y)
                 if cached:

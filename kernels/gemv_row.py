@@ -41,61 +41,6 @@ def load_lane(A, row, col, whole, a, i, count):
 
 
 @T.macro
-def load_strided(A, a, j, tx, num_threads):
-    """a[j] (count) = the columns tx, tx + num_threads, … of the row A (1, k), without a mask."""
-    for i in T.unroll(a.shape[1]):
-        a[j, i] = A[0, T.min(i * num_threads + tx, A.shape[1] - 1)]
-
-
-@T.macro
-def block_sums(values, parts, tx):
-    """values (count) = their sums over the block; parts (num_warps, count) is shared memory."""
-    count = values.shape[0]
-    for j in T.unroll(count):
-        values[j] = T.warp_reduce_sum(values[j])
-    if tx % 32 == 0:
-        for j in T.unroll(count):
-            parts[tx // 32, j] = values[j]
-    T.sync_threads()
-    T.clear(values)
-    for i in T.unroll(parts.shape[0]):
-        for j in T.unroll(count):
-            values[j] += parts[i, j]
-
-
-@T.macro
-def normalise(X, affine, eps, x_shared, tx, num_threads):
-    """x_shared (1, k) = layer norm of X (1, k); see kernels/layer_norm.py.
-
-    A thread has the columns tx, tx + num_threads, …; affine (2, count) is their gain and shift.
-    """
-    k, count = X.shape[1], affine.shape[1]
-    x = T.alloc_local((1, count), "float32")
-    mean = T.alloc_local((1,), "float32")
-    moments = T.alloc_local((2,), "float32")  # of what is left: the mean's own rounding too
-    mean_parts = T.alloc_shared((num_threads // 32, 1), "float32")
-    moment_parts = T.alloc_shared((num_threads // 32, 2), "float32")
-    load_strided(X, x, 0, tx, num_threads)
-    T.clear(mean)
-    for i in T.unroll(count):
-        mean[0] += T.if_then_else(i * num_threads + tx < k, x[0, i], 0.0)
-    block_sums(mean, mean_parts, tx)
-    T.clear(moments)
-    for i in T.unroll(count):
-        x[0, i] = T.if_then_else(i * num_threads + tx < k, x[0, i] - mean[0] / k, 0.0)
-        moments[0] += x[0, i]
-        moments[1] += x[0, i] * x[0, i]
-    block_sums(moments, moment_parts, tx)
-    rest = moments[0] / k
-    rstd = T.rsqrt(T.max(moments[1] / k - rest * rest, 0.0) + eps)
-    for i in T.unroll(count):
-        if i * num_threads + tx < k:
-            x_shared[0, i * num_threads + tx] = (x[0, i] - rest) * rstd * T.cast(
-                affine[0, i], "float32"
-            ) + T.cast(affine[1, i], "float32")
-
-
-@T.macro
 def merge_splits(O, ML, x_shared, tx, num_threads):
     """x_shared (1, h * d) = the attention whose parts are O (1, h, s, d) and ML (1, h, s, 2).
 

@@ -15,6 +15,7 @@ from minifused.kernels.tile import Tile
 if TYPE_CHECKING:
     from minifused.kernels.schedule import (
         AttentionSchedule,
+        FlashSchedule,
         GemmSchedule,
         GemvSchedule,
         SwapSchedule,
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MAX_THREADS = 1024  # of a block
 THREADS_AN_SM = 2048
+REGISTERS_AN_SM = 65536
 PRODUCER_THREADS = 128  # that TileLang adds to a block whose copies it gives warps of their own
 MAX_ACCUMULATORS = 192  # float32 a thread: it has 255 registers, for addresses and operands too
+PRODUCER_REGISTERS = 24  # a thread of its warpgroup that loads: the fewest there are
+FLASH_REGISTERS = 24  # a thread of flash_attention_sm90 needs beside its tiles
 STATIC_BYTES = 46 * 1024  # of shared memory whose size is fixed: 48 KiB less barriers and the like
 CPU_TILE_BYTES = 1 << 20  # local arrays lie on the C stack
 
@@ -63,6 +67,8 @@ def shared_memory(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: 
         return _ring_bytes(ITEM_BYTES[dtype], schedule)
     if kernel == "flash_attention":
         return _attention_bytes(tile, dtype, schedule, head_dim)
+    if kernel == "flash_attention_sm90":
+        return _flash_bytes(ITEM_BYTES[dtype], schedule, head_dim)
     return 0
 
 
@@ -90,6 +96,11 @@ def _attention_bytes(tile: Tile, dtype: str, s: AttentionSchedule, head_dim: int
     tiles = item * dim * (s.block_m + 2 * max(1, s.num_stages) * s.block_n)
     # float32 probabilities go through shared memory too
     return tiles if tile.has_tensor_core(dtype) else tiles + item * s.block_m * s.block_n
+
+
+def _flash_bytes(item: int, s: FlashSchedule, head_dim: int) -> int:
+    queries = 2 * s.block_m if s.resident else s.block_m
+    return item * head_dim * (queries + 2 * s.num_stages * s.block_n)
 
 
 def violation(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: int = 0) -> str:
@@ -138,6 +149,11 @@ def _on_cuda(tile: Tile, kernel: str, dtype: str, s: Any, head_dim: int) -> Iter
         yield from _gemv_warps(s)
     if kernel == "flash_attention":
         yield from _attention_warps(tile, dtype, s, head_dim)
+    if kernel == "flash_attention_sm90":
+        yield from _flash_warps(s)
+        memory = shared_memory_limit(tile) + 2048  # an SM's, of which a block costs 1 KiB more
+        if s.min_blocks * (shared + 1024) > memory:
+            yield f"{s.min_blocks} blocks of {shared} bytes of shared memory do not fit on an SM"
     if kernel in REDUCING and s.num_threads & (s.num_threads - 1):
         yield f"{s.num_threads} threads: a reduction over threads halves them, so a power of 2"
 
@@ -146,10 +162,12 @@ def spill(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: int = 0)
     """Why a schedule that works would be slow for want of registers, "" if it has enough."""
     if not tile.is_cuda:
         return ""
-    per_thread = _accumulators(tile, kernel, dtype, schedule, head_dim)
-    if per_thread <= MAX_ACCUMULATORS:
+    per_thread, most = _accumulators(tile, kernel, dtype, schedule, head_dim), MAX_ACCUMULATORS
+    if kernel == "flash_attention_sm90":
+        most = schedule.consumer_registers - FLASH_REGISTERS
+    if per_thread <= most:
         return ""
-    return f"{per_thread} accumulators a thread: over {MAX_ACCUMULATORS} spill"
+    return f"{per_thread} accumulators a thread: over {most} spill"
 
 
 def _accumulators(tile: Tile, kernel: str, dtype: str, s: Any, head_dim: int) -> int:
@@ -158,6 +176,8 @@ def _accumulators(tile: Tile, kernel: str, dtype: str, s: Any, head_dim: int) ->
         elements = s.block_m * s.block_n
     elif kernel == "flash_attention":
         elements = s.block_m * (s.block_n + padded_head(tile, dtype, head_dim))
+    elif kernel == "flash_attention_sm90":  # scores, output and, two to a register, weights
+        return s.block_m * (s.block_n + head_dim + s.block_n // 2) // (128 * s.consumers)
     elif kernel == "skinny_gemm":
         elements = s.block_m * s.block_n * s.block_k
     else:
@@ -202,3 +222,16 @@ def _attention_warps(tile: Tile, dtype: str, s: AttentionSchedule, head_dim: int
         yield "each warp needs whole tiles of 16 rows, and keys by 16"
     if s.num_stages > 1 and not has_bulk_copies(tile, head_dim * ITEM_BYTES[dtype]):
         yield f"{s.num_stages} stages: without TMA a pipeline of unknown length does not compile"
+
+
+def _flash_warps(s: FlashSchedule) -> Iterator[str]:
+    if s.block_m % (64 * s.consumers) or s.block_n % 16 or s.block_n > 256:
+        yield "each warpgroup needs whole tiles of 64 rows, and keys by 16, up to 256"
+    # Warps hand registers over within what their block was launched with; for more they wait
+    # for ever (setmaxnreg in the PTX manual).
+    registers = REGISTERS_AN_SM // (max(1, s.min_blocks) * s.num_threads) // 8 * 8
+    wanted = 128 * (s.consumers * s.consumer_registers + PRODUCER_REGISTERS)
+    if wanted > registers * s.num_threads:
+        yield f"{wanted} registers wanted of {registers * s.num_threads} a block has"
+    if s.consumer_registers % 8 or not 24 <= s.consumer_registers <= 256:
+        yield "registers of a thread are multiples of 8 from 24 to 256"

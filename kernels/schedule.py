@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from minifused.kernels import buckets, schedule_table
 from minifused.kernels.limits import (
@@ -74,6 +74,26 @@ class AttentionSchedule:
 
 
 @dataclass(frozen=True)
+class FlashSchedule:
+    """Of flash_attention_sm90."""
+
+    block_m: int
+    block_n: int
+    num_stages: int  # of keys, and of values
+    consumers: int  # warpgroups that compute, beside the one that loads
+    consumer_registers: int  # a thread
+    min_blocks: int = 0  # that are to share an SM, 0 for any number
+    heads_together: int = 1  # that go through their blocks side by side
+    resident: int = 0  # thread blocks that take one piece of work after another, 0: one each
+    overlap: bool = False  # a softmax beside the product of the block of keys before
+    pin: bool = False  # ptxas may not end an overlap before the weights
+
+    @property
+    def num_threads(self) -> int:
+        return 128 * (self.consumers + 1)
+
+
+@dataclass(frozen=True)
 class RowSchedule:
     block_n: int
     num_threads: int
@@ -92,6 +112,7 @@ Schedule = (
     | SwapSchedule
     | GemvSchedule
     | AttentionSchedule
+    | FlashSchedule
     | RowSchedule
     | SplitSchedule
 )
@@ -122,13 +143,16 @@ def tuned(
     return rule if found is None else found
 
 
-def from_fields(kind: type[S], values: Mapping[str, int]) -> S:
+def from_fields(kind: type[S], values: Mapping[str, Any]) -> S:
     """The schedule with these values; raises ValueError if they are not those of its fields."""
-    names = [field.name for field in fields(kind)]
-    if sorted(values) != sorted(names):
-        raise ValueError(f"expected the fields {', '.join(names)}, not {', '.join(values)}")
+    defaults = {field.name: field.default for field in fields(kind)}
+    if sorted(values) != sorted(defaults):
+        raise ValueError(f"expected the fields {', '.join(defaults)}, not {', '.join(values)}")
     for name, value in values.items():
-        if type(value) is not int or value < int(name != "swizzle"):
+        if type(defaults[name]) is bool:
+            if type(value) is not bool:
+                raise ValueError(f"{name} is {value!r}: expected true or false")
+        elif type(value) is not int or value < int(defaults[name] != 0):
             raise ValueError(f"{name} is {value!r}: expected a positive number")
     return kind(**values)
 
@@ -222,22 +246,24 @@ def _team(block_m: int, block_n: int) -> int:
     return 256 if block_n == 128 and block_m >= 64 else 128
 
 
-def gemv_schedule(tile: Tile, n: int, k: int, dtype: str, whole_rows: bool) -> GemvSchedule:
-    """`whole_rows`: each warp needs all columns, as for a layer norm."""
-    rule = _gemv_rule(n, k, whole_rows)
-    return tuned(tile, "gemv", buckets.gemv(n, k, whole_rows), dtype, rule)
+def gemv_schedule(tile: Tile, n: int, k: int, dtype: str, normed: bool) -> GemvSchedule:
+    """`normed`: the row is that of a layer norm, which takes registers."""
+    rule = _gemv_rule(n, k, normed)
+    return tuned(tile, "gemv", buckets.gemv(n, k, normed), dtype, rule)
 
 
-def _gemv_rule(n: int, k: int, whole_rows: bool) -> GemvSchedule:
-    """As measured on whole steps of GPT-2: what each block does to the row wants large blocks."""
-    split_k, groups, warp_n = 1, 8, 4 if n >= 3072 else 2
-    if not whole_rows and k <= 1024:
-        split_k = max(1, k // 256)
-    elif not whole_rows:
-        split_k, groups, warp_n = (1, 16, 1) if k <= 2048 else (-(-k // 1280), 8, 1)
+def _gemv_rule(n: int, k: int, normed: bool) -> GemvSchedule:
+    """As measured on whole steps of GPT-2 small and XL."""
+    split_k, warps, warp_n, min_blocks = 1, 8, 4 if n >= 16384 else 2, 2
+    if not normed and k <= 1024:
+        split_k, min_blocks = max(1, k // 256), 3
+    elif not normed and k <= 2048:
+        warps, warp_n = 16, 1
+    elif not normed:
+        split_k, warp_n, min_blocks = min(5, -(-k // 768)), 1, 3 if k <= 4096 else 2
     vectors = -(-k // (256 * split_k))  # of a row, in registers
     warp_n = min(warp_n, max(1, 16 // vectors))
-    return GemvSchedule(-(-groups // split_k) * warp_n, warp_n, split_k, 2)
+    return GemvSchedule(-(-warps // split_k) * warp_n, warp_n, split_k, min_blocks)
 
 
 def attention_schedule(
@@ -260,6 +286,30 @@ def _attention_rule(tile: Tile, head_dim: int, dtype: str) -> AttentionSchedule:
     if head_dim > 128:
         return AttentionSchedule(64, 64, 1, 128)
     return AttentionSchedule(128, 128 if bulk_copies else 64, 2 if bulk_copies else 1, 256)
+
+
+def flash_schedule(tile: Tile, head_dim: int, dtype: str, causal: bool, keys: int) -> FlashSchedule:
+    """Of flash_attention_sm90, for head sizes 64 and 128."""
+    bucket = buckets.flash_attention(head_dim, causal, keys)
+    rule = _flash_rule(head_dim, causal, keys)
+    return tuned(tile, "flash_attention_sm90", bucket, dtype, rule, head_dim)
+
+
+FLASH_BLOCKS = 132  # an H200's SMs
+FLASH_L2_BYTES = 32 << 20  # of keys and values that stay in it
+
+
+def _flash_rule(head_dim: int, causal: bool, keys: int) -> FlashSchedule:
+    """As measured on an H200, at 1024 to 8192 keys."""
+    in_l2 = max(1, FLASH_L2_BYTES // (keys * head_dim * 4))
+    if head_dim > 64:
+        wide = FlashSchedule(128, 128, 2, 2, 240, overlap=True, pin=True)
+        return replace(wide, heads_together=16) if causal else replace(wide, resident=FLASH_BLOCKS)
+    if keys > (4096 if causal else 2048):
+        return FlashSchedule(192, 128, 2, 3, 160, 0, in_l2, overlap=True)
+    if causal and keys <= 1024:
+        return FlashSchedule(64, 64, 3, 1, 128, 3, in_l2)
+    return FlashSchedule(128, 64, 2, 2, 104, 2, in_l2 if causal else 1)
 
 
 def row_schedule(tile: Tile, n: int, limit: int) -> RowSchedule:

@@ -6,9 +6,11 @@ left. The host reads token ids, chunks of them behind the device, and stops a ro
 let the device wait.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -74,6 +76,7 @@ class Batch:
         self.cache = model.new_cache(size, capacity)
         new = self._zeros
         self.prompt = new(torch.int64, size, capacity)
+        self.request = new(torch.int64, 4, size)  # what `begin` is told: see `_accept`
         self.lengths = new(torch.int32, size)  # of the prompts
         self.tokens = new(torch.int64, size, 1)  # the next ones to read
         self.going = new(torch.int32, size)  # 1 where a row goes on, otherwise 0
@@ -96,7 +99,7 @@ class Batch:
 
     def begin(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int]] | Tensor,
         samples: Sequence[int],
         steps: Sequence[int],
         seed: int = 0,
@@ -104,28 +107,19 @@ class Batch:
         """Take prompts of at least a token, `size` of them or fewer, in place of what was there.
 
         Args:
+            prompts: token ids; or a tensor of them, (B, T) int64 on the device.
             samples: the number of each row's random stream.
             steps: how many tokens each row may get.
         """
-        spare = self.size - len(prompts)
-        lengths = [len(prompt) for prompt in prompts] + [0] * spare
+        spare = [0] * (self.size - len(prompts))
+        lengths = [len(prompt) for prompt in prompts]
         self.longest = max(lengths)
-        padded = [[*prompt, *[0] * (self.longest - len(prompt))] for prompt in prompts]
-        padded += [[0] * self.longest] * spare
-        _put(self.prompt[:, : self.longest], padded)
-        _put(self.lengths, lengths)
-        _put(self.left, [*steps, *[0] * spare])
-        self.going.copy_(self.lengths.clamp(max=1))
-        self.seed.fill_(seed)
-        _put(self.samples, [*samples, *[0] * spare])
-        if not self.fused:
-            positions = self.lengths + torch.arange(max(steps), device=self.device)[:, None]
-            self.uniforms[: max(steps)] = philox_uniform(seed, self.samples, positions)
-        self.step_index.zero_()
-        self.cache.reset()
-        if self.seen is not None:
-            self.seen.zero_()
-            mark_seen(self.seen, self.prompt[:, : self.longest], self.lengths)
+        if not isinstance(prompts, Tensor):
+            prompts = _pinned(_padded(prompts, self.longest), self.device)
+        self.prompt[: len(lengths), : self.longest].copy_(prompts, non_blocking=True)
+        rows = (lengths, steps, samples, [seed] * len(lengths))
+        request = torch.tensor([[*row, *spare] for row in rows], dtype=torch.int64)
+        self.request.copy_(_pinned(request, self.device), non_blocking=True)
 
     def run(self, count: int) -> Iterator[Step]:
         """Prefill, then decode, `count` steps in all; the caller may `stop` rows, or break off."""
@@ -164,8 +158,24 @@ class Batch:
         """Run the tokens chosen last, and choose the next ones; returns logits as `prefill`."""
         return self._step() if self._graphs is None else self._graphs.launch("step", self._step)
 
-    def _prefill(self, length: int) -> Tensor:
+    def _accept(self, length: int) -> None:
+        """Take over what `begin` was told, on the device: a prefill's graph holds this too."""
+        self.lengths.copy_(self.request[0])
+        self.left.copy_(self.request[1])
+        self.samples.copy_(self.request[2])
+        self.seed.copy_(self.request[3, :1])
+        torch.clamp(self.lengths, max=1, out=self.going)
+        if not self.fused:
+            positions = self.lengths + torch.arange(self.capacity, device=self.device)[:, None]
+            self.uniforms.copy_(philox_uniform(self.seed, self.samples, positions))
+        self.step_index.zero_()
         self.cache.reset()
+        if self.seen is not None:
+            self.seen.zero_()
+            mark_seen(self.seen, self.prompt[:, :length], self.lengths)
+
+    def _prefill(self, length: int) -> Tensor:
+        self._accept(length)
         scores = self._forward(self.prompt[:, :length], self.lengths, advance=True)
         return self._choose_fused(scores, None) if self.fused else self._choose(scores)
 
@@ -239,10 +249,18 @@ class Batch:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
 
-def _put(target: Tensor, values: Sequence) -> None:
-    """Write values of the host to a tensor; no waiting, since page-locked memory needs none."""
-    source = torch.tensor(values, dtype=target.dtype, pin_memory=target.is_cuda)
-    target.copy_(source, non_blocking=True)
+def _padded(prompts: Sequence[Sequence[int]], length: int) -> Tensor:
+    """(rows, length) int64, with anything behind a prompt's end."""
+    flat = array("q")
+    for prompt in prompts:
+        flat.extend(prompt)
+        flat.extend(repeat(0, length - len(prompt)))
+    return torch.frombuffer(flat, dtype=torch.int64).view(-1, length)
+
+
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """In page-locked memory, from where a copy to a GPU keeps nobody waiting."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 class Chunk:

@@ -19,7 +19,15 @@ import torch
 from minifused import workloads
 from minifused.config import PRESETS
 from minifused.errors import UserError
-from minifused.kernels import append_kv, buckets, gemv, row_softmax, schedule, swap_gemm
+from minifused.kernels import (
+    append_kv,
+    buckets,
+    flash_attention_sm90,
+    gemv,
+    row_softmax,
+    schedule,
+    swap_gemm,
+)
 from minifused.kernels.append_kv import append_kv_kernel
 from minifused.kernels.build import dtype_name, tile_for
 from minifused.kernels.decode_attention import decode_attention_kernel
@@ -107,24 +115,33 @@ class Lowered:
 # Which kernel runs
 
 BY_WORKLOAD: dict[type, str] = {
-    AttentionWorkload: "flash_attention",
     AppendWorkload: "append_kv",
     LayerNormWorkload: "layer_norm",
     VectorAddWorkload: "vector_add",
 }
 LAST_OF_ITS_OPERATION = {"piece_sums": "piece_values"}  # of several launches
+OWN_FORM = {"flash_attention": "flash_attention_sm90"}  # an architecture's, of the same signature
 
 
 def kernel_of(tile: Tile, dtype: str, w: Workload) -> str:
     """The kernel that `ops` launches for a workload; of several, the one that gives the result."""
     if isinstance(w, LinearWorkload):
         return _kernel_of_linear(tile, dtype, w)
+    if isinstance(w, AttentionWorkload):
+        is_own = flash_attention_sm90.takes(tile, w.head_dim, dtype)
+        return "flash_attention_sm90" if is_own else "flash_attention"
     if isinstance(w, DecodeWorkload):
         return "decode_attention_split" if tile.has_tensor_core(dtype) else "decode_attention"
     if isinstance(w, SoftmaxWorkload):
         is_wide = row_softmax.MAX_COLUMNS_IN_REGISTERS < (w.valid or w.n) <= MAX_SPLIT
         return "piece_values" if _has_few_rows(tile, w) and is_wide else "row_softmax"
     return BY_WORKLOAD[type(w)]
+
+
+def form_of(kernel: str, tile: Tile, dtype: str, w: Workload) -> str:
+    """A kernel's name, or that of the architecture's own form of it if that is what runs."""
+    runs = kernel_of(tile, dtype, w)
+    return runs if runs == OWN_FORM.get(kernel) else kernel
 
 
 def _kernel_of_linear(tile: Tile, dtype: str, w: LinearWorkload) -> str:
@@ -168,14 +185,16 @@ def _gemv(tile: Tile, dtype: str, w: LinearWorkload) -> tuple[Callable, tuple, A
 
 
 def _gemv_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> schedule.GemvSchedule:
-    return schedule.gemv_schedule(tile, n, k, dtype, whole_rows=False)
+    return schedule.gemv_schedule(tile, n, k, dtype, normed=False)
 
 
-def _attention(tile: Tile, dtype: str, w: AttentionWorkload) -> tuple[Callable, tuple, Any]:
+def _attention(
+    builder: Callable, choose: Callable, tile: Tile, dtype: str, w: AttentionWorkload
+) -> tuple[Callable, tuple, Any]:
     ragged = w.q_lengths is not None or w.kv_lengths is not None
     static = (w.heads, w.head_dim, w.packed, w.causal, ragged, w.head_dim**-0.5, dtype)
-    chosen = schedule.attention_schedule(tile, w.head_dim, dtype, w.causal, w.k_len)
-    return flash_attention_kernel, static, chosen
+    keys = buckets.ceiling(w.k_len, buckets.KEYS)
+    return builder, static, choose(tile, w.head_dim, dtype, w.causal, keys)
 
 
 def _decode(tile: Tile, dtype: str, w: DecodeWorkload) -> tuple[Callable, tuple, Any]:
@@ -232,7 +251,16 @@ KERNELS: dict[str, Kernel] = {
     "swap_gemm": Kernel(_mlp_in(16), ("m", "n", "k"), _swap),
     "gemv": Kernel(_mlp_in(1), ("n", "k"), _gemv),
     "flash_attention": Kernel(
-        workloads.GPT2_ATTENTION[0], ("heads", "head_dim", "causal", "packed"), _attention
+        workloads.GPT2_ATTENTION[0],
+        ("heads", "head_dim", "causal", "packed"),
+        partial(_attention, flash_attention_kernel, schedule.attention_schedule),
+    ),
+    "flash_attention_sm90": Kernel(
+        workloads.GPT2_ATTENTION[0],
+        ("heads", "head_dim", "causal", "packed"),
+        partial(
+            _attention, flash_attention_sm90.flash_attention_sm90_kernel, schedule.flash_schedule
+        ),
     ),
     "decode_attention": Kernel(workloads.GPT2_DECODE[0], ("heads", "head_dim", "packed"), _decode),
     "decode_attention_split": Kernel(
@@ -278,7 +306,7 @@ def make_case(
     """The case of these names; raises UserError for values that make none.
 
     Args:
-        kernel: one of KERNELS. arch: one of ARCHS.
+        kernel: one of KERNELS, or what runs in its place (`form_of`). arch: one of ARCHS.
         dtype: one of DTYPES; None for bfloat16 where the machine has it and `ops` gives it to the
             kernel, else float32.
         shape: "m=64,n=768": sizes other than those of the kernel's workload.
@@ -297,9 +325,12 @@ def make_case(
     changes |= {name: bool(changes[name]) for name in CHOICES if name in changes}
     workload = replace(entry.workload, **changes)
     dtype = _checked_dtype(kernel, tile, dtype, workload)
-    builder, static, chosen = entry.recipe(tile, dtype, workload)
+    kernel = form_of(kernel, tile, dtype, workload)
+    builder, static, chosen = KERNELS[kernel].recipe(tile, dtype, workload)
     names = [field.name for field in fields(chosen)]
-    chosen = replace(chosen, **_parse("--diff-schedule", schedule_fields, names))
+    changed = _parse("--diff-schedule", schedule_fields, names)
+    kinds = {name: type(getattr(chosen, name)) for name in changed}  # a switch is 0 or 1
+    chosen = replace(chosen, **{name: kinds[name](value) for name, value in changed.items()})
     return Case(kernel, tile, dtype, sizes, builder, static, chosen, workload)
 
 
@@ -331,7 +362,8 @@ def _checked_dtype(kernel: str, tile: Tile, dtype: str | None, workload: Workloa
     others = {}
     for choice in usual if dtype is None else (dtype,):
         others[choice] = kernel_of(tile, choice, workload)
-        if others[choice] == LAST_OF_ITS_OPERATION.get(kernel, kernel):
+        own = form_of(kernel, tile, choice, workload)
+        if others[choice] == LAST_OF_ITS_OPERATION.get(kernel, own):
             return choice
     said = ", ".join(f"in {choice} to {other}" for choice, other in others.items())
     raise UserError(f"{kernel} does not get this shape on {tile.arch or 'c'}: it goes {said}")

@@ -23,12 +23,19 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 
 class Affine(nn.Module):
-    """Weight (N, K) and bias (N,) of a linear layer, or both (N,) of a layer norm."""
+    """Weight (N, K) and bias (N,) of a linear layer, or both (N,) of a layer norm.
+
+    `sums` of a layer behind a norm come from both: see `ops.norm_sums`.
+    """
 
     def __init__(self, *shape: int):
         super().__init__()
+        self.sums: Tensor | None = None
         self.weight = _parameter(*shape)
         self.bias = _parameter(shape[0])
+
+    def fold(self, norm: "Affine") -> None:
+        self.sums = ops.norm_sums(norm.weight, norm.bias, self.weight, self.bias)
 
 
 class Attention(nn.Module):
@@ -42,23 +49,26 @@ class Attention(nn.Module):
         self.c_proj = Affine(config.n_embd, config.n_embd)
 
     def forward(
-        self, x: Tensor, norm: tuple[Tensor, Tensor, float], cache: KVCache | None
-    ) -> Tensor:
-        """x (B, T, C), float32, plus the attention of its layer norm."""
-        c_attn, c_proj = self.c_attn, self.c_proj
+        self,
+        x: ops.Stream,
+        norm: tuple[Tensor, Tensor, float],
+        then: Tensor,
+        cache: KVCache | None,
+    ) -> ops.Stream:
+        """x (B, T, C) plus the attention of its layer norm; `then` is the next norm's weight."""
+        c_attn, c_proj = self.c_attn, (self.c_proj.weight, self.c_proj.bias, then)
         if cache is None:
-            qkv = ops.norm_linear(x, *norm, c_attn.weight, c_attn.bias)  # (B, T, 3 * C)
+            sums = c_attn.sums
+            qkv = ops.norm_linear(x, *norm, c_attn.weight, c_attn.bias, sums=sums)  # (B, T, 3 * C)
             qkv = rearrange(qkv, "b t (three h d) -> b t three h d", three=3, h=self.n_head)
             y = ops.attention(qkv, scale=self.scale)
         else:
             kv, start = (cache.keys[self.layer], cache.values[self.layer]), cache.lengths
-            qkv = ops.norm_qkv(x, *norm, c_attn.weight, c_attn.bias, *kv, start)
-            if x.shape[1] == 1:
-                ends, projection = cache.ends, (c_proj.weight, c_proj.bias)
-                return ops.decode_attention_linear(qkv, *kv, ends, self.scale, *projection, x)
+            qkv = ops.norm_qkv(x, *norm, c_attn.weight, c_attn.bias, *kv, start, c_attn.sums)
+            if qkv.shape[1] == 1:
+                return ops.add_decode_attention(x, qkv, *kv, cache.ends, self.scale, *c_proj)
             y = self.attend(qkv, cache)
-        y = rearrange(y, "b t h d -> b t (h d)")
-        return ops.linear(y, c_proj.weight, c_proj.bias, residual=x, constant=True)
+        return ops.add_linear(x, rearrange(y, "b t h d -> b t (h d)"), *c_proj)
 
     def attend(self, qkv: Tensor, cache: KVCache) -> Tensor:
         """Attention of packed qkv (B, T, 3, H, D) to itself and to what is cached before it."""
@@ -79,11 +89,13 @@ class MLP(nn.Module):
         self.c_fc = Affine(config.inner_dim, config.n_embd)
         self.c_proj = Affine(config.n_embd, config.inner_dim)
 
-    def forward(self, x: Tensor, norm: tuple[Tensor, Tensor, float]) -> Tensor:
-        """x (B, T, C), float32, plus the MLP of its layer norm."""
+    def forward(
+        self, x: ops.Stream, norm: tuple[Tensor, Tensor, float], then: Tensor
+    ) -> ops.Stream:
+        """x (B, T, C) plus the MLP of its layer norm; `then` is the next norm's weight."""
         c_fc, c_proj = self.c_fc, self.c_proj
-        y = ops.norm_linear(x, *norm, c_fc.weight, c_fc.bias, self.activation)
-        return ops.linear(y, c_proj.weight, c_proj.bias, residual=x, constant=True)
+        y = ops.norm_linear(x, *norm, c_fc.weight, c_fc.bias, self.activation, c_fc.sums)
+        return ops.add_linear(x, y, c_proj.weight, c_proj.bias, then)
 
 
 class Block(nn.Module):
@@ -97,15 +109,16 @@ class Block(nn.Module):
         self.ln_2 = Affine(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        """The residual stream (B, T, C), float32, after this layer."""
-        x = self.attn(x, (self.ln_1.weight, self.ln_1.bias, self.eps), cache)
-        return self.mlp(x, (self.ln_2.weight, self.ln_2.bias, self.eps))
+    def forward(self, x: ops.Stream, then: Tensor, cache: KVCache | None = None) -> ops.Stream:
+        """The residual stream after this layer; `then` is the weight of the norm behind it."""
+        ln_1, ln_2 = self.ln_1, self.ln_2
+        x = self.attn(x, (ln_1.weight, ln_1.bias, self.eps), ln_2.weight, cache)
+        return self.mlp(x, (ln_2.weight, ln_2.bias, self.eps), then)
 
 
 def _last_valid(x: Tensor, lengths: Tensor | None) -> Tensor:
     """Row lengths[b] - 1 of each x[b], the last if None: (B, T, C) to (B, 1, C)."""
-    if lengths is None or x.shape[1] == 1:
+    if lengths is None:
         return x[:, -1:]
     last = (lengths - 1).clamp(min=0).long()  # (B,)
     return x.gather(1, last[:, None, None].expand(-1, 1, x.shape[2]))
@@ -124,6 +137,7 @@ class GPTModel(nn.Module):
         self.ln_f = Affine(config.n_embd)
         if not config.tie_word_embeddings:
             self.lm_head = nn.ParameterDict({"weight": _parameter(padded, config.n_embd)})
+        self.head_sums: Tensor | None = None
 
     @classmethod
     def from_weights(
@@ -147,7 +161,24 @@ class GPTModel(nn.Module):
                 weight = F.pad(weight, (0, 0, 0, padding))
             state[name] = weight.contiguous()
         model.load_state_dict(state, assign=True)
+        model.fold_norms()
         return model.requires_grad_(False).eval()
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [block for block in self.h if isinstance(block, Block)]
+
+    @property
+    def head(self) -> Tensor:
+        """(padded vocabulary, C): one row of scores a token."""
+        return (self.wte if self.config.tie_word_embeddings else self.lm_head)["weight"]
+
+    def fold_norms(self) -> None:
+        """Take from the weights, as they are now, what lets a step do without its layer norms."""
+        for block in self.blocks:
+            block.attn.c_attn.fold(block.ln_1)
+            block.mlp.c_fc.fold(block.ln_2)
+        self.head_sums = ops.norm_sums(self.ln_f.weight, self.ln_f.bias, self.head)
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """An empty cache for `batch_size` rows of up to `capacity` positions."""
@@ -192,28 +223,31 @@ class GPTModel(nn.Module):
         Unless `advance`, whoever calls counts the cache's new positions.
         """
         self._require_room(tokens.shape[1], cache)
-        x = self._embed(tokens, cache, lengths)  # (B, T, C)
-        for block in self.h:
-            x = block(x, cache)
+        norms = [*(block.ln_1.weight for block in self.blocks), self.ln_f.weight]
+        x = self._embed(tokens, cache, lengths, norms[0])
+        for block, then in zip(self.blocks, norms[1:], strict=True):
+            x = block(x, then, cache)
         if cache is not None and advance:
             count = tokens.shape[1]
             cache.advance(count if lengths is None else lengths, cache.longest + count)
-        if last_only:
-            x = _last_valid(x, lengths)
-        head = self.wte if self.config.tie_word_embeddings else self.lm_head
+        if last_only and tokens.shape[1] > 1:
+            x = ops.Stream(_last_valid(x.x, lengths))
         norm = self.ln_f.weight, self.ln_f.bias, self.config.layer_norm_epsilon
-        return ops.norm_linear(x, *norm, head["weight"], out_dtype=torch.float32)
+        sums = self.head_sums
+        return ops.norm_linear(x, *norm, self.head, sums=sums, out_dtype=torch.float32)
 
-    def _embed(self, tokens: Tensor, cache: KVCache | None, lengths: Tensor | None) -> Tensor:
+    def _embed(
+        self, tokens: Tensor, cache: KVCache | None, lengths: Tensor | None, then: Tensor
+    ) -> ops.Stream:
         weights = self.wte["weight"], self.wpe["weight"]
         if cache is None:
             starts = torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device)
-            return ops.embed(tokens, starts, *weights)
+            return ops.embed(tokens, starts, *weights, norm_weight=then)
         if lengths is None or tokens.shape[1] > 1:
             torch.add(cache.lengths, tokens.shape[1], out=cache.ends)
-            return ops.embed(tokens, cache.lengths, *weights)
+            return ops.embed(tokens, cache.lengths, *weights, norm_weight=then)
         # A step of rows of which some may stand still, and then attend to nothing.
-        return ops.embed(tokens, cache.lengths, *weights, lengths, cache.ends)
+        return ops.embed(tokens, cache.lengths, *weights, lengths, cache.ends, then)
 
     def _require_room(self, count: int, cache: KVCache | None) -> None:
         limit, end = self.config.n_positions, count

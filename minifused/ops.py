@@ -11,7 +11,7 @@ warning says so once.
 import functools
 import warnings
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,17 +21,22 @@ from minifused.kernels.choose_token import choose_token as choose_token_kernel
 from minifused.kernels.decode_attention import decode_attention as decode_attention_kernel
 from minifused.kernels.decode_attention_split import decode_attention_partials
 from minifused.kernels.embed import embed as embed_kernel
+from minifused.kernels.embed import part_width as embed_part_width
+from minifused.kernels.embed import takes_follow as embed_takes_follow
 from minifused.kernels.epilogue import ACTIVATIONS
 from minifused.kernels.flash_attention import flash_attention as flash_attention_kernel
 from minifused.kernels.gemm import gemm as gemm_kernel
 from minifused.kernels.gemv import gemv as gemv_kernel
+from minifused.kernels.gemv import norm_sums as gemv_norm_sums
 from minifused.kernels.gemv import takes as gemv_takes
 from minifused.kernels.layer_norm import layer_norm as layer_norm_kernel
 from minifused.kernels.row_softmax import row_softmax as row_softmax_kernel
-from minifused.kernels.schedule import split_schedule
+from minifused.kernels.schedule import next_power_of_2, split_schedule
 from minifused.kernels.skinny_gemm import skinny_gemm as skinny_gemm_kernel
+from minifused.kernels.swap_gemm import part_width as swap_gemm_part_width
 from minifused.kernels.swap_gemm import swap_gemm as swap_gemm_kernel
 from minifused.kernels.swap_gemm import takes as swap_gemm_takes
+from minifused.kernels.swap_gemm import takes_fold, takes_follow
 from minifused.kernels.vector_add import vector_add as vector_add_kernel
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -172,9 +177,7 @@ def _launch_linear(x, weight, bias, activation, residual, constant, *, out) -> N
         gemm_kernel(*arguments)
 
 
-def _linear_out(
-    x, weight, bias=None, activation=None, residual=None, constant=False, *, out
-) -> None:
+def _check_linear(x, weight, bias, activation, residual, out) -> None:
     _require_float("x", x)
     if weight.dim() != 2 or weight.numel() == 0:
         _refuse("weight", weight, "(N, K), neither 0")
@@ -190,6 +193,12 @@ def _linear_out(
     if residual is not None:
         _require_like("residual", residual, out.shape, out)
     _require_grid("the number of tiles of 64 rows of weight", -(-n // 64), x)
+
+
+def _linear_out(
+    x, weight, bias=None, activation=None, residual=None, constant=False, *, out
+) -> None:
+    _check_linear(x, weight, bias, activation, residual, out)
     if out.numel():
         _launch_linear(x, weight, bias, activation, residual, constant, out=out)
 
@@ -249,7 +258,45 @@ def linear(
     return out
 
 
-# Linear of a layer norm, as one kernel where x is one row in 16 bits on a GPU
+# The residual stream, and the linear layers behind its layer norms. On a GPU in 16 bits, of up to
+# 128 rows, a norm is no kernel: whatever writes the stream prepares it, the next product ends it.
+
+
+class Stream(NamedTuple):
+    """A residual stream, with what has been prepared of the layer norm that comes next.
+
+    Attributes:
+        x: (B, T, C), float32.
+        scaled: x times the norm's weight, (B, T, C), in the weights' dtype; empty if not prepared.
+        stats: (B * T, parts, 2) float32: of each part of a row its sum, and the sum of squares of
+            what deviates from the part's mean (Chan, Golub and LeVeque).
+    """
+
+    x: Tensor
+    scaled: Tensor | None = None
+    stats: Tensor | None = None
+
+
+def norm_sums(
+    norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor | None:
+    """What `norm_linear` and `norm_qkv` take as `sums`: see there for the arguments.
+
+    Returns:
+        weight @ norm_weight, and weight @ norm_bias + bias, (2, N) float32; None where no kernel
+        makes use of them.
+    """
+    if not gemv_takes(1, weight):
+        return None
+    return gemv_norm_sums(norm_weight, norm_bias, weight, bias)
+
+
+def _prepared_empty(x: Tensor, dtype: torch.dtype, part_width: int) -> tuple[Tensor, Tensor]:
+    """`scaled` and `stats` of a stream x (B, T, C), empty for a width of 0."""
+    if not part_width:
+        return x.new_empty(0, dtype=dtype), x.new_empty(0)
+    parts = -(-x.shape[-1] // part_width)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1].numel(), parts, 2)
 
 
 def _is_gemv(x: Tensor, weight: Tensor, *constants: Tensor | None) -> bool:
@@ -258,99 +305,133 @@ def _is_gemv(x: Tensor, weight: Tensor, *constants: Tensor | None) -> bool:
     return is_row and gemv_takes(1, weight) and _are_dense(weight, *constants)
 
 
+def _is_prepared(scaled, stats, weight: Tensor, sums: Tensor | None) -> bool:
+    """Whether swap_gemm ends the layer norm that scaled and stats prepare."""
+    if scaled is None or stats is None or sums is None or not scaled.numel():
+        return False
+    return takes_fold(stats.shape[0], weight) and _are_dense(weight, sums)
+
+
 def _norm_linear_empty(
-    x, norm_weight, norm_bias, eps, weight, bias=None, activation=None, out_dtype=None
-) -> Tensor:
+    x, norm_weight, norm_bias, eps, weight, bias=None, activation=None, sums=None, scaled=None,
+    stats=None, out_dtype=None,
+) -> Tensor:  # fmt: skip
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or weight.dtype)
 
 
 def _norm_linear(
-    x, norm_weight, norm_bias, eps, weight, bias=None, activation=None, out_dtype=None
-) -> Tensor:
-    if not _is_gemv(x, weight, bias, norm_weight, norm_bias):
+    x, norm_weight, norm_bias, eps, weight, bias=None, activation=None, sums=None, scaled=None,
+    stats=None, out_dtype=None,
+) -> Tensor:  # fmt: skip
+    is_row = sums is not None and _is_gemv(x, weight, norm_weight, sums)
+    if not is_row and not _is_prepared(scaled, stats, weight, sums):
         y = _layer_norm(x, norm_weight, norm_bias, eps)
         return _linear(y, weight, bias, activation, None, True, out_dtype)
-    out = _norm_linear_empty(x, norm_weight, norm_bias, eps, weight, bias, activation, out_dtype)
-    _check_norm_linear(x, norm_weight, norm_bias, weight, bias, activation)
-    norm = norm_weight, norm_bias, eps
-    gemv_kernel(_rows(x), weight, bias, activation, None, _rows(out), norm, ahead=True)
+    out = _norm_linear_empty(x, norm_weight, norm_bias, eps, weight, out_dtype=out_dtype)
+    _check_normed(x, norm_weight, weight, activation, sums)
+    _launch_normed(x, norm_weight, eps, weight, activation, sums, scaled, stats, _rows(out))
     return out
 
 
-def _check_norm_linear(x, norm_weight, norm_bias, weight, bias, activation) -> None:
+def _launch_normed(
+    x, norm_weight, eps, weight, activation, sums, scaled, stats, out, caches=None
+) -> None:
+    if x.shape[:-1].numel() == 1:
+        norm = norm_weight, sums, eps
+        x = _rows(x)
+        gemv_kernel(x, weight, None, activation, None, out, norm, caches=caches, ahead=True)
+    else:
+        # Parts are as wide as a block, a power of 2, and fewer than that have no other width.
+        width = next_power_of_2(-(-x.shape[-1] // stats.shape[1]))
+        fold, rows = (stats, width, sums, eps), _rows(scaled)
+        swap_gemm_kernel(rows, weight, None, activation, None, out, True, caches, fold)
+
+
+def _check_normed(x, norm_weight, weight, activation, sums) -> None:
     n, k = weight.shape
     if x.shape[-1] != k:
         _refuse("x", x, f"(..., {k}), as weight has {k} columns")
-    for name, tensor, size in (("norm_weight", norm_weight, k), ("norm_bias", norm_bias, k)):
-        _require_like(name, tensor, (size,), weight)
-    if bias is not None:
-        _require_like("bias", bias, (n,), weight)
+    _require_like("norm_weight", norm_weight, (k,), weight)
+    _require_like("sums", sums, (2, n), x)
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}: expected None or one of {ACTIVATIONS}")
 
 
 _norm_linear_op = _define(
     "norm_linear(Tensor x, Tensor norm_weight, Tensor norm_bias, float eps, Tensor weight, "
-    "Tensor? bias=None, str? activation=None, ScalarType? out_dtype=None) -> Tensor",
+    "Tensor? bias=None, str? activation=None, Tensor? sums=None, Tensor? scaled=None, "
+    "Tensor? stats=None, ScalarType? out_dtype=None) -> Tensor",
     _norm_linear,
     _norm_linear_empty,
 )
 
 
 def norm_linear(
-    x: Tensor,
+    x: Tensor | Stream,
     norm_weight: Tensor,
     norm_bias: Tensor,
     eps: float,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
+    sums: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """activation(layer_norm(x) @ weight^T + bias): see `layer_norm` and `linear`.
 
-    One kernel for a single float32 row and 16-bit weights on a GPU, otherwise those two.
+    With sums it is one kernel, in 16 bits on a GPU, for a single row, and for up to 128 of a stream
+    that is prepared for this norm; otherwise it is those two.
 
     Args:
-        x: (..., K), in any dtype. norm_weight, norm_bias: (K,). weight: (N, K). bias: (N,). All
-            but x of one dtype, and constant as in `linear`.
+        x: (..., K), in any dtype, or a stream. norm_weight, norm_bias: (K,). weight: (N, K).
+            bias: (N,). All but x of one dtype, and constant as in `linear`.
+        sums: what `norm_sums` makes of these four, constant too.
         out_dtype: of the result; weight's if None.
 
     Returns:
         (..., N).
     """
-    return _norm_linear_op(x, norm_weight, norm_bias, eps, weight, bias, activation, out_dtype)
+    x, *prepared = x if isinstance(x, Stream) else Stream(x)
+    constants = norm_weight, norm_bias, eps, weight, bias
+    return _norm_linear_op(x, *constants, activation, sums, *prepared, out_dtype)
 
 
 def _norm_qkv_empty(
-    x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, positions
-) -> Tensor:
+    x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, positions, sums=None,
+    scaled=None, stats=None,
+) -> Tensor:  # fmt: skip
     heads, head_dim = k_cache.shape[-2:]
     return x.new_empty((*x.shape[:2], 3, heads, head_dim), dtype=weight.dtype)
 
 
-def _norm_qkv(x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, positions) -> Tensor:
+def _norm_qkv(
+    x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, positions, sums=None,
+    scaled=None, stats=None,
+) -> Tensor:  # fmt: skip
     if k_cache.dim() != 4 or x.dim() != 3:
         _refuse("k_cache", k_cache, "(B, capacity, H, D), and x (B, T, C)")
     heads, head_dim = k_cache.shape[2:]
     if weight.shape[0] != 3 * heads * head_dim:
         _refuse("weight", weight, f"{3 * heads * head_dim} rows, as k_cache has {heads} heads")
-    row = _is_gemv(x, weight, bias, norm_weight, norm_bias)
-    if not row and not _is_step(x, weight, bias):
-        y = _norm_linear(x, norm_weight, norm_bias, eps, weight, bias)
-        qkv = y.view(*x.shape[:2], 3, heads, head_dim)
+    of_stream = sums is not None and _is_gemv(x, weight, norm_weight, sums)
+    of_stream = of_stream or _is_prepared(scaled, stats, weight, sums)
+    if x.shape[1] != 1 or not (of_stream or _is_step(x, weight, bias)):
+        normed = x, norm_weight, norm_bias, eps, weight, bias, None, sums, scaled, stats
+        qkv = _norm_linear(*normed).view(*x.shape[:2], 3, heads, head_dim)
         _append_kv(k_cache, v_cache, qkv, None, positions)
         return qkv
     qkv = _norm_qkv_empty(x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, positions)
-    _check_norm_linear(x, norm_weight, norm_bias, weight, bias, None)
     _require_caches(k_cache, v_cache, qkv)
     _require_lengths("positions", positions, x.shape[0], qkv)
     caches, out = (k_cache, v_cache, positions.contiguous()), qkv.view(x.shape[0], -1)
-    if row:
-        norm = norm_weight, norm_bias, eps
-        gemv_kernel(_rows(x), weight, bias, None, None, out, norm, caches=caches, ahead=True)
+    if of_stream:
+        _check_normed(x, norm_weight, weight, None, sums)
+        _launch_normed(x, norm_weight, eps, weight, None, sums, scaled, stats, out, caches)
     else:
         y = _rows(_layer_norm(x, norm_weight, norm_bias, eps))
+        _require_like("weight", weight, (weight.shape[0], y.shape[1]), y)
+        if bias is not None:
+            _require_like("bias", bias, weight.shape[:1], weight)
         swap_gemm_kernel(y, weight, bias, None, None, out, ahead=True, caches=caches)
     return qkv
 
@@ -363,14 +444,15 @@ def _is_step(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 _norm_qkv_op = _define(
     "norm_qkv(Tensor x, Tensor norm_weight, Tensor norm_bias, float eps, Tensor weight, "
-    "Tensor? bias, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor positions) -> Tensor",
+    "Tensor? bias, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor positions, Tensor? sums=None, "
+    "Tensor? scaled=None, Tensor? stats=None) -> Tensor",
     _norm_qkv,
     _norm_qkv_empty,
 )
 
 
 def norm_qkv(
-    x: Tensor,
+    x: Tensor | Stream,
     norm_weight: Tensor,
     norm_bias: Tensor,
     eps: float,
@@ -379,20 +461,74 @@ def norm_qkv(
     k_cache: Tensor,
     v_cache: Tensor,
     positions: Tensor,
+    sums: Tensor | None = None,
 ) -> Tensor:
     """Query, key and value of layer_norm(x), of which the latter two also go to the caches.
 
-    See `norm_linear` and `append_kv`; one kernel where `norm_linear` is.
+    See `norm_linear` and `append_kv`; one kernel where `norm_linear` is, and T is 1.
 
     Args:
-        x: (B, T, C). norm_weight, norm_bias: (C,). weight: (3 * H * D, C). bias: (3 * H * D,).
+        x: (B, T, C), or a stream. norm_weight, norm_bias: (C,). weight: (3 * H * D, C).
+            bias: (3 * H * D,).
         k_cache, v_cache: whole contiguous buffers, (B, capacity, H, D).
         positions: (B,) int32, where the first of the T rows goes.
+        sums: (2, 3 * H * D), as in `norm_linear`.
 
     Returns:
         The packed qkv (B, T, 3, H, D).
     """
-    return _norm_qkv_op(x, norm_weight, norm_bias, eps, weight, bias, k_cache, v_cache, positions)
+    x, *prepared = x if isinstance(x, Stream) else Stream(x)
+    constants = norm_weight, norm_bias, eps, weight, bias
+    return _norm_qkv_op(x, *constants, k_cache, v_cache, positions, sums, *prepared)
+
+
+def _add_linear_empty(x, y, weight, bias=None, norm_weight=None) -> tuple[Tensor, Tensor, Tensor]:
+    rows, follows = x.shape[:-1].numel(), norm_weight is not None and x.dtype == torch.float32
+    follows = follows and takes_follow(rows, weight)
+    width = swap_gemm_part_width(rows, weight) if follows else 0
+    return torch.empty_like(x), *_prepared_empty(x, weight.dtype, width)
+
+
+def _add_linear(x, y, weight, bias=None, norm_weight=None) -> tuple[Tensor, Tensor, Tensor]:
+    out, scaled, stats = _add_linear_empty(x, y, weight, bias, norm_weight)
+    if not scaled.numel():
+        _linear_out(y, weight, bias, None, x, True, out=out)
+        return out, scaled, stats
+    _check_linear(y, weight, bias, None, x, out)
+    _require_like("norm_weight", norm_weight, (out.shape[-1],), weight)
+    ahead = _are_dense(weight, bias, norm_weight)
+    weight, bias = _dense(weight), bias if bias is None else _dense(bias)
+    follow = _dense(norm_weight), _rows(scaled), stats
+    swap_gemm_kernel(_rows(y), weight, bias, None, _rows(x), _rows(out), ahead, follow=follow)
+    return out, scaled, stats
+
+
+_add_linear_op = _define(
+    "add_linear(Tensor x, Tensor y, Tensor weight, Tensor? bias=None, Tensor? norm_weight=None) "
+    "-> (Tensor, Tensor, Tensor)",
+    _add_linear,
+    _add_linear_empty,
+)
+
+
+def add_linear(
+    x: Stream,
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+) -> Stream:
+    """x + y @ weight^T + bias, in one kernel: see `linear`.
+
+    Args:
+        x: (B, T, C). y: (B, T, K). weight: (C, K). bias: (C,). weight and bias constant as in
+            `linear`.
+        norm_weight: (C,), that of the layer norm that comes next, constant too.
+
+    Returns:
+        The stream, prepared for that norm where `norm_linear` makes use of it.
+    """
+    return Stream(*_add_linear_op(x.x, y, weight, bias, norm_weight))
 
 
 # Attention: q (B, Tq, H, D) against k, v (B, Tk, H, D), or one packed qkv (B, T, 3, H, D)
@@ -632,68 +768,70 @@ def decode_attention(
     return out
 
 
-def _decode_attention_linear_empty(
-    q, k_cache, v_cache, lengths, scale, weight, bias, residual
-) -> Tensor:
-    return torch.empty_like(residual)
+def _add_decode_attention_empty(
+    x, q, k_cache, v_cache, lengths, scale, weight, bias=None, norm_weight=None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _add_linear_empty(x, q, weight, bias, norm_weight)
 
 
-def _decode_attention_linear(q, k_cache, v_cache, lengths, scale, weight, bias, residual) -> Tensor:
+def _add_decode_attention(
+    x, q, k_cache, v_cache, lengths, scale, weight, bias=None, norm_weight=None
+) -> tuple[Tensor, Tensor, Tensor]:
     width = q.shape[-2] * q.shape[-1]
     if weight.dim() != 2 or weight.shape[1] != width:
         _refuse("weight", weight, f"(N, {width}), as q has heads of {width} columns in all")
     if not (gemv_takes(q.shape[0], weight) and _are_dense(weight, bias)):
         y = _decode_attention(q, k_cache, v_cache, lengths, scale).view(*q.shape[:2], width)
-        return _linear(y, weight, bias, None, residual, True)
+        return _add_linear(x, y, weight, bias, norm_weight)
     _check_decode_attention(q, k_cache, v_cache, lengths)
-    _require_like("weight", weight, (residual.shape[-1], width), q)
-    _require_like("residual", residual, (1, 1, weight.shape[0]), residual)
-    out = _decode_attention_linear_empty(
-        q, k_cache, v_cache, lengths, scale, weight, bias, residual
-    )
+    _require_like("weight", weight, (x.shape[-1], width), q)
+    _require_like("x", x, (1, 1, weight.shape[0]), x)
+    out, scaled, stats = _add_linear_empty(x, q, weight, bias, norm_weight)
     heads, head_dim = q.shape[-2:]
     splits = split_schedule(heads, k_cache.shape[1]).splits
     o = q.new_empty((1, heads, splits, head_dim), dtype=torch.float32)
     ml = q.new_empty((1, heads, splits, 2), dtype=torch.float32)
     q = _dense(q).squeeze(1)
     decode_attention_partials(q, k_cache, v_cache, lengths.contiguous(), scale, o, ml)
-    residual = _rows(residual)
-    gemv_kernel(None, weight, bias, None, residual, _rows(out), parts=(o, ml), ahead=True)
-    return out
+    gemv_kernel(None, weight, bias, None, _rows(x), _rows(out), parts=(o, ml), ahead=True)
+    return out, scaled, stats
 
 
-_decode_attention_linear_op = _define(
-    "decode_attention_linear(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, "
-    "float scale, Tensor weight, Tensor? bias, Tensor residual) -> Tensor",
-    _decode_attention_linear,
-    _decode_attention_linear_empty,
+_add_decode_attention_op = _define(
+    "add_decode_attention(Tensor x, Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, "
+    "float scale, Tensor weight, Tensor? bias=None, Tensor? norm_weight=None) "
+    "-> (Tensor, Tensor, Tensor)",
+    _add_decode_attention,
+    _add_decode_attention_empty,
 )
 
 
-def decode_attention_linear(
+def add_decode_attention(
+    x: Stream,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     lengths: Tensor,
     scale: float,
     weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-) -> Tensor:
-    """residual + decode_attention(q, …) @ weight^T + bias: see `decode_attention` and `linear`.
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+) -> Stream:
+    """x + decode_attention(q, …) @ weight^T + bias: see `decode_attention` and `add_linear`.
 
     For a single row in 16 bits on a GPU the second kernel merges the parts that the keys were split
     into.
 
     Args:
+        x: (B, 1, C).
         q, k_cache, v_cache, lengths, scale: as in `decode_attention`.
-        weight: (N, H * D). bias: (N,). Both constant as in `linear`.
-        residual: (B, 1, N), in the dtype of the result.
+        weight: (C, H * D). bias, norm_weight: (C,). Constant as in `linear`.
 
     Returns:
-        (B, 1, N).
+        The stream, prepared as by `add_linear`.
     """
-    return _decode_attention_linear_op(q, k_cache, v_cache, lengths, scale, weight, bias, residual)
+    attention = q, k_cache, v_cache, lengths, scale
+    return Stream(*_add_decode_attention_op(x.x, *attention, weight, bias, norm_weight))
 
 
 # Rows: softmax and layer norm of x (..., N)
@@ -813,38 +951,49 @@ def layer_norm(
 # The ends of a step: tokens (B, T) to the residual stream, and scores (B, V) to tokens
 
 
-def _embed_empty(tokens, starts, wte, wpe, counts=None, ends=None) -> Tensor:
-    return wte.new_empty((*tokens.shape, wte.shape[1]), dtype=torch.float32)
+def _embed_empty(
+    tokens, starts, wte, wpe, counts=None, ends=None, norm_weight=None
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = wte.new_empty((*tokens.shape, wte.shape[1]), dtype=torch.float32)
+    follows = norm_weight is not None and embed_takes_follow(x.device)
+    follows = follows and takes_fold(tokens.numel(), wte)
+    width = embed_part_width(x.device, x.shape[-1]) if follows else 0
+    return x, *_prepared_empty(x, wte.dtype, width)
 
 
 @_float32_on_cpu
-def _launch_embed(wte, wpe, tokens, starts, counts, ends, *, out) -> None:
+def _launch_embed(wte, wpe, tokens, starts, counts, ends, follow, *, out) -> None:
     tokens, starts = tokens.contiguous(), starts.contiguous()
-    embed_kernel(tokens, starts, _dense(wte), _dense(wpe), out, counts, ends)
+    embed_kernel(tokens, starts, _dense(wte), _dense(wpe), out, counts, ends, follow)
 
 
-def _embed(tokens, starts, wte, wpe, counts=None, ends=None) -> Tensor:
+def _embed(
+    tokens, starts, wte, wpe, counts=None, ends=None, norm_weight=None
+) -> tuple[Tensor, Tensor, Tensor]:
     _require_float("wte", wte)
     if tokens.dim() != 2 or tokens.dtype != torch.int64:
         _refuse("tokens", tokens, "(B, T), torch.int64")
     if wte.dim() != 2:
         _refuse("wte", wte, "(V, C)")
     _require_like("wpe", wpe, (wpe.shape[0], wte.shape[1]), wte)
+    if norm_weight is not None:
+        _require_like("norm_weight", norm_weight, (wte.shape[1],), wte)
     _require_lengths("starts", starts, tokens.shape[0], tokens)
     if ends is not None:
         _require_lengths("counts", counts, tokens.shape[0], tokens)
         _require_state("ends", ends, (tokens.shape[0],), torch.int32, tokens)
     _require_grid("the batch size", tokens.shape[0], wte)
-    out = _embed_empty(tokens, starts, wte, wpe)
-    if out.numel():
+    x, scaled, stats = _embed_empty(tokens, starts, wte, wpe, norm_weight=norm_weight)
+    if x.numel():
+        follow = (_dense(norm_weight), _rows(scaled), stats) if scaled.numel() else None
         counts = counts if counts is None else counts.contiguous()
-        _launch_embed(wte, wpe, tokens, starts, counts, ends, out=out)
-    return out
+        _launch_embed(wte, wpe, tokens, starts, counts, ends, follow, out=x)
+    return x, scaled, stats
 
 
 _embed_op = _define(
     "embed(Tensor tokens, Tensor starts, Tensor wte, Tensor wpe, Tensor? counts=None, "
-    "Tensor(a!)? ends=None) -> Tensor",
+    "Tensor(a!)? ends=None, Tensor? norm_weight=None) -> (Tensor, Tensor, Tensor)",
     _embed,
     _embed_empty,
 )
@@ -857,7 +1006,8 @@ def embed(
     wpe: Tensor,
     counts: Tensor | None = None,
     ends: Tensor | None = None,
-) -> Tensor:
+    norm_weight: Tensor | None = None,
+) -> Stream:
     """The sum of token and position embeddings, where the residual stream begins.
 
     Args:
@@ -866,11 +1016,12 @@ def embed(
         wte: (V, C). wpe: (P, C), of the same dtype.
         counts: (B,) int32, 1 where a row goes on, otherwise 0; for `ends`.
         ends: (B,) int32, gets starts + T where a row goes on, otherwise 0.
+        norm_weight: (C,), that of the layer norm that comes next.
 
     Returns:
-        (B, T, C), float32.
+        The stream (B, T, C), prepared as by `add_linear`.
     """
-    return _embed_op(tokens, starts, wte, wpe, counts, ends)
+    return Stream(*_embed_op(tokens, starts, wte, wpe, counts, ends, norm_weight))
 
 
 def _choose_token(

@@ -140,6 +140,7 @@ ARGUMENTS: dict[str, Callable[[Any], Arguments]] = {
     "swap_gemm": _linear,
     "gemv": _gemv,
     "flash_attention": _attention,
+    "flash_attention_sm90": _attention,
     "decode_attention": _decode,
     "decode_attention_split": _decode_split,
     "append_kv": _append,

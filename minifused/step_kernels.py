@@ -51,7 +51,7 @@ def _kernel_and_schedule(tile: Tile, dtype: str, w: Workload) -> tuple[str, str]
         dtype = "float32"  # as logits are
     kernel = kernel_of(tile, dtype, w)
     if kernel == "gemv" and isinstance(w, LinearWorkload):
-        schedule = gemv_schedule(tile, w.n, w.k, dtype, whole_rows=w.name in NORMED)
+        schedule = gemv_schedule(tile, w.n, w.k, dtype, normed=w.name in NORMED)
     else:
         schedule = RECIPES[kernel](tile, dtype, w)[2]
     mark = " (general)" if tile.is_cuda and kernel in GENERAL else ""

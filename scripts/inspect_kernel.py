@@ -16,6 +16,7 @@ import json
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def profiled(case: Case) -> Column:
 def table(columns: list[Column]) -> str:
     """A row a fact; where there are two columns, a * marks those that differ."""
     heads = [describe_heads(case) for case, _ in columns]
-    rows = [("", *titles) for titles in zip(*heads, strict=True)]
+    rows = [("", *titles) for titles in zip_longest(*heads, fillvalue="")]
     names = list(dict.fromkeys(name for _, facts in columns for name in facts))
     rows += [(name, *(cell(facts.get(name)) for _, facts in columns)) for name in names]
     marks = ["*" if len(set(row[1:])) > 1 and row[0] else " " for row in rows]

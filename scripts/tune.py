@@ -29,7 +29,7 @@ from minifused.tuning import report
 from minifused.tuning.journal import Journal
 from minifused.tuning.search import Options, Result, Searcher, default_jobs
 from minifused.tuning.tables import store
-from minifused.tuning.task import Task, arch_of, candidates, named_tasks
+from minifused.tuning.task import Task, arch_of, candidates, named_tasks, task_of
 from minifused.tuning.tunables import TUNABLES, Tunable
 from minifused.workloads import Workload
 
@@ -99,7 +99,7 @@ def make_tasks(args: Namespace) -> list[Task]:
     arch = "" if arch == "c" else arch
     dtype = task_dtype(args.dtype, device, arch)
     if args.shape:
-        return [Task(tunable, w, arch, dtype) for w in shape(tunable, args.shape)]
+        return [task_of(tunable, w, arch, dtype) for w in shape(tunable, args.shape)]
     return named_tasks(tunable, arch, dtype)
 
 

@@ -12,7 +12,7 @@ from test_lowering import assert_64_bit_indices, split_barriers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minifused.kernels import build
-from minifused.kernels.gemv import MAX_COLUMNS, gemv, takes
+from minifused.kernels.gemv import MAX_COLUMNS, gemv, norm_sums, takes
 from minifused.kernels.gemv_kernel import gemv_kernel
 from minifused.kernels.schedule import gemv_schedule
 from minifused.kernels.tile import Tile
@@ -87,7 +87,7 @@ def test_weights_are_read_16_bytes_at_a_time(form):
 def test_weights_are_read_before_the_kernels_ahead_have_ended_and_all_else_after(form):
     before, after = halves(source(**form))
     assert "cudaTriggerProgrammaticLaunchCompletion" in before
-    constants = r"\b(W|bias|gain|shift)( \+|\[)"
+    constants = r"\b(W|bias|gain|sums)( \+|\[)"
     rest = r"\b(X|O|ML|R|Y|positions|[KV]_cache)( \+|\[)"
     assert re.search(constants, before) and not re.search(rest, before)
     assert re.search(rest, after) and not re.search(constants, after)
@@ -97,7 +97,7 @@ def test_weights_are_read_before_the_kernels_ahead_have_ended_and_all_else_after
 def test_weights_that_may_still_be_written_are_read_after_them(form):
     text = source(**form, ahead=False)
     body = text[text.index("{") :]
-    assert not re.search(r"\b(W|bias|gain|shift|X|O|ML|R)\b", body[: body.index(WAIT)])
+    assert not re.search(r"\b(W|bias|gain|sums|X|O|ML|R)\b", body[: body.index(WAIT)])
 
 
 @each_form
@@ -141,7 +141,9 @@ def layer_of(n, k, dtype, seed=0):
     return draw(n, k, std=k**-0.5), draw(n)
 
 
-def check(x, weight, bias, activation, residual, out_dtype, prepare=None, **arguments):
+def check(
+    x, weight, bias, activation, residual, out_dtype, prepare=None, bias_apart=True, **arguments
+):
     """Compare with float64 and eager PyTorch; `prepare` makes the row of x in a dtype."""
     prepare = prepare or (lambda x, dtype: x.to(dtype))
 
@@ -152,7 +154,7 @@ def check(x, weight, bias, activation, residual, out_dtype, prepare=None, **argu
         return y if residual is None else y + residual.to(y.dtype)
 
     out = poisoned(1, weight.shape[0], device="cuda", dtype=out_dtype)
-    gemv(x, weight, bias, activation, residual, out, **arguments)
+    gemv(x, weight, bias if bias_apart else None, activation, residual, out, **arguments)
     assert_within_bound(out, compute(torch.float64), compute(weight.dtype))
     return out
 
@@ -160,6 +162,13 @@ def check(x, weight, bias, activation, residual, out_dtype, prepare=None, **argu
 def norm_of(k, dtype):
     draw = normal("cuda", dtype, seed=1)
     return draw(k, std=0.2) + 1, draw(k), EPS
+
+
+def check_normed(x, norm, layer, activation=None, **arguments):
+    gain, shift, eps = norm
+    norm_ = gain, norm_sums(gain, shift, *layer), eps
+    prepare, dtype = normalised(norm), gain.dtype
+    return check(x, *layer, activation, None, dtype, prepare, False, norm=norm_, **arguments)
 
 
 def normalised(norm):
@@ -210,9 +219,7 @@ def stream(k, kind):
 @each_shape
 @needs_cuda
 def test_layer_norm_first(n, k, kind, dtype):
-    norm = norm_of(k, dtype)
-    layer = layer_of(n, k, dtype)
-    check(stream(k, kind), *layer, "gelu_tanh", None, dtype, normalised(norm), norm=norm)
+    check_normed(stream(k, kind), norm_of(k, dtype), layer_of(n, k, dtype), "gelu_tanh")
 
 
 def parts_of(heads, splits, head_dim, with_keys):
@@ -266,10 +273,8 @@ def test_keys_and_values_land_in_their_row_and_nowhere_else(position):
     norm, capacity = norm_of(768, BF16), 7
     caches = [poisoned(1, capacity, 12, 64, device="cuda", dtype=BF16) for _ in "kv"]
     positions = int32(position, device="cuda")
-    out = check(
-        stream(768, "normal"), *layer_of(2304, 768, BF16), None, None, BF16, normalised(norm),
-        norm=norm, caches=(*caches, positions),
-    )  # fmt: skip
+    x, layer = stream(768, "normal"), layer_of(2304, 768, BF16)
+    out = check_normed(x, norm, layer, caches=(*caches, positions))
     for cache, made in zip(caches, out.view(3, 12, 64)[1:], strict=True):
         written = torch.arange(capacity, device="cuda") == position
         assert cache[0, ~written].isnan().all()
@@ -287,7 +292,9 @@ def test_a_residual_is_added_in_place():
 
 
 def feed_forward(x, norm, up, down, hidden, out):
-    gemv(x, *up, "gelu_tanh", None, hidden, norm=norm, ahead=True)
+    gain, shift, eps = norm
+    sums = norm_sums(gain, shift, *up)
+    gemv(x, up[0], None, "gelu_tanh", None, hidden, norm=(gain, sums, eps), ahead=True)
     gemv(hidden, *down, None, x, out, ahead=True)
 
 

@@ -102,7 +102,8 @@ def test_instructions_of_swap_gemm(arch, wanted):
 
 
 def test_every_kernel_is_covered():
-    assert set(KERNELS) == {"gemm", "flash_attention", "swap_gemm", *ROWS, *OF_A_GPU}
+    attention = {"flash_attention", "flash_attention_sm90"}
+    assert set(KERNELS) == {"gemm", *attention, "swap_gemm", *ROWS, *OF_A_GPU}
 
 
 # Which kernel runs
@@ -115,7 +116,27 @@ def test_every_kernel_is_covered():
 def test_the_default_on_a_gpu_is_what_runs(kernel, dtype):
     case = make_case(kernel, "sm_90a")
     runs = inspection.kernel_of(case.tile, case.dtype, case.workload)
-    assert (runs, case.dtype) == ("piece_values" if kernel == "piece_sums" else kernel, dtype)
+    stand_ins = {"piece_sums": "piece_values", "flash_attention": "flash_attention_sm90"}
+    assert (runs, case.dtype) == (stand_ins.get(kernel, kernel), dtype)
+
+
+def test_attention_of_sm90_is_its_own_where_it_takes_the_heads():
+    for arch, shape, dtype, kernel in [
+        ("sm_90a", "head_dim=128", None, "flash_attention_sm90"),
+        ("sm_90a", "head_dim=80", None, "flash_attention"),
+        ("sm_90a", "", "float32", "flash_attention"),
+        ("sm_100a", "", None, "flash_attention"),
+        ("c", "", None, "flash_attention"),
+    ]:
+        case = make_case("flash_attention", arch, dtype, shape)
+        assert case.kernel == kernel and case.builder.__name__ == f"{kernel}_kernel"
+    with pytest.raises(UserError, match="in bfloat16 to flash_attention, in float32 to flash_att"):
+        make_case("flash_attention_sm90", "sm_100a")
+
+
+def test_a_switch_of_a_schedule_is_0_or_1():
+    case = make_case("flash_attention", "sm_90a", shape="head_dim=128", schedule_fields="pin=0")
+    assert case.schedule.pin is False and case.schedule.overlap is True
 
 
 ROUTES = [  # m, k, dtype, kernel on sm_90a
@@ -287,6 +308,14 @@ def test_the_table_marks_what_differs(without_tools, capsys):
         "its limit, bytes",
     ]  # fmt: skip
     assert marked[0].split()[-2:] == ["16", "-"]
+
+
+def test_schedules_of_two_kinds_are_shown_beside_each_other(without_tools, capsys):
+    SCRIPT["main"](["flash_attention", "--arch=sm_90a", "--diff=sm_100a"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[::3] == ["flash_attention_sm90", "flash_attention"]
+    assert lines[2].split() == ["block_m=64", "block_m=128"]
+    assert any(line.split() == ["pin=False"] for line in lines)
 
 
 def test_a_schedule_beside_another_and_one_that_does_not_fit(without_tools, capsys):
@@ -479,6 +508,8 @@ def test_profile_takes_this_machine_by_itself_and_compares_schedules(monkeypatch
 @needs_cuda
 @pytest.mark.parametrize("kernel", profiling.ARGUMENTS)
 def test_profile_on_a_gpu(kernel, capsys):
+    if kernel.endswith("sm90") and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no GPU of sm_90")
     whole = ["--shape=heads=100"] if kernel == "decode_attention_split" else []  # fills a GPU
     SCRIPT["main"]([kernel, "--profile", "--json", *whole])
     (document,) = json.loads(capsys.readouterr().out)

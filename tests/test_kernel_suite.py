@@ -16,6 +16,8 @@ from minifused.benchmark.suite import Setting, Unavailable, WrongResultError, ru
 from minifused.kernels.row_softmax_split import split_schedule
 from minifused.kernels.row_softmax_wide import wide_schedule
 from minifused.kernels.schedule import (
+    AttentionSchedule,
+    FlashSchedule,
     GemmSchedule,
     GemvSchedule,
     RowSchedule,
@@ -304,7 +306,10 @@ KERNELS_SCHEDULES = [  # workload, fields on sm_90a in bfloat16, in float32, on 
     (LinearWorkload("", 1, 768, 301), SkinnySchedule, SkinnySchedule, SkinnySchedule),
     (LinearWorkload("", 1024, 768, 768), GemmSchedule, GemmSchedule, GemmSchedule),
     (DecodeWorkload("", (9,), 1024, 12, 64), SplitSchedule, RowSchedule, RowSchedule),
-]
+    (AttentionWorkload("", 1, 9, 9, 12, 64), FlashSchedule, AttentionSchedule, AttentionSchedule),
+    (AttentionWorkload("", 1, 9, 9, 9, 80), AttentionSchedule, AttentionSchedule,
+     AttentionSchedule),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("workload", "half", "full", "cpu"), KERNELS_SCHEDULES)

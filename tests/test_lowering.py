@@ -14,10 +14,11 @@ from minifused.kernels.decode_attention_combine import decode_attention_combine_
 from minifused.kernels.decode_attention_split import decode_attention_split_kernel
 from minifused.kernels.embed import embed_kernel
 from minifused.kernels.flash_attention import flash_attention_kernel
+from minifused.kernels.flash_attention_sm90 import flash_attention_sm90_kernel
 from minifused.kernels.gemm import gemm_kernel
 from minifused.kernels.gemv import gemv_kernel
 from minifused.kernels.layer_norm import MAX_COLUMNS_IN_REGISTERS, layer_norm_kernel
-from minifused.kernels.limits import shared_memory_limit
+from minifused.kernels.limits import shared_memory, shared_memory_limit
 from minifused.kernels.row_softmax import row_softmax_kernel
 from minifused.kernels.skinny_gemm import skinny_gemm_kernel
 from minifused.kernels.swap_gemm import swap_gemm_kernel
@@ -44,6 +45,13 @@ def attention(tile, dtype, head_dim=64):
     chosen = schedule.attention_schedule(tile, head_dim, dtype)
     return (flash_attention_kernel, tile, 12, head_dim, True, True, True, head_dim**-0.5, dtype,
             chosen)  # fmt: skip
+
+
+def flash(tile, dtype, head_dim=64, causal=True, keys=1024):
+    """Queries, keys and values apart, and lengths, where there is no mask."""
+    chosen = schedule.flash_schedule(tile, head_dim, dtype, causal, keys)
+    static = 12, head_dim, causal, causal, not causal, head_dim**-0.5, dtype
+    return flash_attention_sm90_kernel, tile, *static, chosen
 
 
 def decode(tile, dtype, head_dim=64):
@@ -141,8 +149,10 @@ OF_A_STEP = {
     folded_swap: {"W", "sums"},
     followed_swap: {"W", "bias", "gain"},
     gemv: {"W", "bias"},
-    normed_gemv: {"W", "bias", "gain", "shift"},
+    normed_gemv: {"W", "bias", "gain", "sums"},
     merged_gemv: {"W", "bias"},
+    attention: set(),
+    flash: set(),
     decode_split: set(),
     combine: set(),
     drawn: set(),
@@ -219,6 +229,30 @@ def test_gemm_of_many_rows_does_too():
 def test_attention_uses_tensor_cores_and_bulk_copies(dtype, head_dim, arch):
     source, _ = lowered(attention, arch, dtype, head_dim=head_dim)
     assert instructions(source) >= ATTENTION_CASES[dtype, head_dim, arch]
+
+
+# One of each form: several blocks an SM, or one that overlaps; a grid of all work, or of all SMs.
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "keys", "registers", "min_blocks"),
+    [(64, True, 1024, (24, 128), 3), (64, True, 8192, (24, 160), 1),
+     (128, False, 4096, (24, 240), 1)],
+)  # fmt: skip
+def test_attention_of_sm90_is_warp_specialised(head_dim, causal, keys, registers, min_blocks):
+    sizes = {"head_dim": head_dim, "causal": causal, "keys": keys}
+    source, shared = lowered(flash, "sm_90a", BF16, **sizes)
+    assert instructions(source) == EXPECTED["sm_90a"]
+    given = re.findall(r"warpgroup_reg_(?:de)?alloc<(\d+)>", source)
+    assert sorted(map(int, given)) == list(registers)
+    chosen = flash(Tile("sm_90a"), BF16, **sizes)[-1]
+    assert source.startswith(f"__launch_bounds__({chosen.num_threads}, {min_blocks})")
+    # No tile lies in another's memory, but for the output in that of the queries.
+    assert shared == shared_memory(Tile("sm_90a"), "flash_attention_sm90", BF16, chosen, head_dim)
+    assert split_barriers(source) == []
+    # Each role has its loop over the keys, and the one over pieces of work if it takes several.
+    loops = [loop for loop in re.findall(r"for \(int \w+ = 0; (.*); \+\+", source)
+             if not re.search(r"< \d+$", loop)]  # fmt: skip
+    assert len(loops) == (4 if chosen.resident else 2)
+    assert ("wait_wgmma<1>" in source) == chosen.overlap
 
 
 @pytest.mark.parametrize(
@@ -307,7 +341,7 @@ def split_barriers(source):
             headers.append(line)
         for header in headers if BARRIER.search(line) else ():
             if header.startswith("if") and "threadIdx" in header:
-                is_role = re.fullmatch(r"if \(\(\(int\)threadIdx\.x\) < 128\) \{", header)
+                is_role = re.fullmatch(r"if \(\(\(int\)threadIdx\.x\) < (128|256|384)\) \{", header)
                 if not is_role or "__syncthreads" in line:
                     found.append((header, line))
     return found

@@ -17,6 +17,7 @@ from minifused.kernels.layer_norm import layer_norm_schedule
 from minifused.kernels.row_softmax import row_softmax_schedule
 from minifused.kernels.schedule import (
     AttentionSchedule,
+    FlashSchedule,
     GemmSchedule,
     GemvSchedule,
     RowSchedule,
@@ -134,8 +135,11 @@ CHOOSERS_OF_A_GPU = [
      SwapSchedule(16, 64, 64, 4, 128, 2)),
     (lambda: schedule.gemv_schedule(H200, 768, 768, BF16, False), "gemv", "n=768,k=768",
      GemvSchedule(8, 1, 1, 1)),
-    (lambda: schedule.gemv_schedule(H200, 768, 768, BF16, True), "gemv", "n=768,k=768,whole rows",
+    (lambda: schedule.gemv_schedule(H200, 768, 768, BF16, True), "gemv", "n=768,k=768,norm",
      GemvSchedule(8, 1, 1, 1)),
+    (lambda: schedule.flash_schedule(H200, 64, BF16, True, 300), "flash_attention_sm90",
+     "head_dim=64,causal,keys<=512",
+     FlashSchedule(128, 64, 2, 2, 240, heads_together=4, overlap=True, pin=True)),
 ]  # fmt: skip
 
 

@@ -230,7 +230,8 @@ def test_every_space_of_a_cpu_has_some_that_fit(name):
         assert 2 <= len(usable) <= 40
 
 
-ONLY_16_BITS, ONLY_FLOAT32 = {"gemv", "swap_gemm"}, {"skinny_gemm", "decode_attention"}
+ONLY_16_BITS = {"gemv", "swap_gemm", "flash_attention_sm90"}
+ONLY_FLOAT32 = {"skinny_gemm", "decode_attention"}
 
 
 @pytest.mark.parametrize(
@@ -252,6 +253,20 @@ def test_every_bucket_of_the_benchmark_is_tuned_once(arch, dtype, none):
 
 def tasks_of(name, arch, dtype):
     return named_tasks(TUNABLES[name], arch, dtype)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "kernel", "kind"),
+    [
+        ("sm_90a", torch.bfloat16, "flash_attention_sm90", schedule.FlashSchedule),
+        ("sm_90a", torch.float32, "flash_attention", schedule.AttentionSchedule),
+        ("sm_80", torch.bfloat16, "flash_attention", schedule.AttentionSchedule),
+    ],
+)
+def test_the_attention_that_runs_is_the_one_tuned(arch, dtype, kernel, kind):
+    for task in tasks_of("flash_attention", arch, dtype):
+        assert task.tunable.name == kernel
+        assert all(type(c.schedule) is kind for c in candidates(task))
 
 
 UNUSED = [
@@ -333,7 +348,8 @@ SAMPLES = [
     ("skinny_gemm", LinearWorkload("few rows", 4, 768, 768), torch.float32, 1),
     ("swap_gemm", LinearWorkload("few rows", 4, 768, 768), torch.bfloat16, 3),
     ("gemv", LinearWorkload("one row", 1, 768, 768), torch.bfloat16, 3),
-    ("flash_attention", AttentionWorkload("a", 4, 1024, 1024, 16, 64), torch.bfloat16, 1),
+    ("flash_attention", AttentionWorkload("a", 4, 1024, 1024, 16, 80), torch.bfloat16, 1),
+    ("flash_attention_sm90", AttentionWorkload("a", 4, 1024, 1024, 16, 64), torch.bfloat16, 3),
     ("flash_attention", AttentionWorkload("a", 4, 1024, 1024, 16, 128), torch.float32, 1),
     ("decode_attention", DecodeWorkload("d", (640,), 1024, 12, 64), torch.float32, 1),
     ("row_softmax", SoftmaxWorkload("rows", 4096, 50257), torch.bfloat16, 1),
@@ -352,7 +368,7 @@ def test_candidates_lower_and_take_the_shared_memory_that_was_said(name, workloa
         assert not candidate.refused
         case = Case(name, task.tile, task.dtype_name, {}, builder, static, candidate.schedule)
         shared = lower(case).shared_bytes
-        if name in (*limits.PIPELINED, "swap_gemm"):
+        if name in (*limits.PIPELINED, "swap_gemm", "flash_attention_sm90"):
             assert shared == task.shared_memory(candidate.schedule)
         assert shared <= limits.shared_memory_limit(task.tile)
 

@@ -101,7 +101,7 @@ class Minifused(Stepper):
     def prefill(self, prompts: Tensor) -> tuple[Tensor, Tensor]:
         rows, length = prompts.shape
         steps = self.batch.capacity - length + 1
-        self.batch.begin(prompts.tolist(), range(rows), [steps] * rows)
+        self.batch.begin(prompts, range(rows), [steps] * rows)
         logits = self.batch.prefill()
         return self.batch.tokens[:, 0], logits
 
@@ -109,6 +109,14 @@ class Minifused(Stepper):
         self.batch.tokens.copy_(tokens[:, None])
         logits = self.batch.step()
         return self.batch.tokens[:, 0], logits
+
+    @torch.inference_mode()
+    def generate(self, prompts: Tensor, count: int) -> Tensor:
+        """As the engine does it: a step has its tokens from the one before, and notes its own."""
+        self.prefill(prompts)
+        for _ in range(count - 1):
+            self.batch.step()
+        return self.batch.chosen[:count].T.clone()
 
 
 def draw(logits: Tensor) -> Tensor:

@@ -5,12 +5,15 @@ Each is a function of (tile, dtype, workload). What a space holds may yet break 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from minifused.kernels.gemv_row import STRIDE
 from minifused.kernels.limits import ITEM_BYTES, has_bulk_copies
 from minifused.kernels.schedule import (
+    FLASH_BLOCKS,
     AttentionSchedule,
+    FlashSchedule,
     GemmSchedule,
     GemvSchedule,
     RowSchedule,
@@ -101,6 +104,30 @@ def flash_attention(tile: Tile, dtype: str, w: AttentionWorkload) -> Iterator[At
     else:
         for m, n, stages in product((32, 64, 128), (16, 32, 64), (1, 2)):
             yield AttentionSchedule(m, n, stages, m)
+
+
+def flash_attention_sm90(tile: Tile, dtype: str, w: AttentionWorkload) -> Iterator[FlashSchedule]:
+    """Small tiles that share an SM, and large ones whose warpgroups overlap."""
+    small = (
+        FlashSchedule(64, 0, 0, 1, 128, 3),
+        FlashSchedule(64, 0, 0, 1, 216, 2),
+        FlashSchedule(128, 0, 0, 2, 104, 2),
+    )
+    large = (
+        FlashSchedule(128, 0, 2, 2, 240, overlap=True),
+        FlashSchedule(192, 0, 2, 3, 160, overlap=True),
+    )
+    bases = [
+        *(replace(s, block_n=n, num_stages=stages)
+          for s, n, stages in product(small, (64, 96, 128), (2, 3))),
+        *(replace(s, block_n=n, pin=pin)
+          for s, n, pin in product(large, (96, 128, 160, 192), (False, True))),
+    ]  # fmt: skip
+    for base in bases:
+        for heads in (1, 8, 16, 32, 128):
+            yield replace(base, heads_together=heads)
+        if not w.causal:
+            yield replace(base, resident=FLASH_BLOCKS)
 
 
 def decode_attention(tile: Tile, dtype: str, w: DecodeWorkload) -> Iterator[RowSchedule]:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from minifused import workloads
-from minifused.inspection import kernel_of
+from minifused.inspection import form_of, kernel_of
 from minifused.kernels import limits, schedule_table
 from minifused.kernels.build import dtype_name, tile_for
 from minifused.kernels.schedule import Schedule
 from minifused.kernels.tile import Tile
-from minifused.tuning.tunables import Tunable
+from minifused.tuning.tunables import TUNABLES, Tunable
 from minifused.workloads import Workload
 
 BLOCKS_AN_SM, THREADS_AN_SM, REGISTERS_AN_SM = 32, 2048, 65536
@@ -70,10 +70,16 @@ class Task:
         return limits.shared_memory(self.tile, name, self.dtype_name, schedule, self.head_dim)
 
 
+def task_of(tunable: Tunable, workload: Workload, arch: str, dtype: torch.dtype) -> Task:
+    """Of a kernel, or of its architecture's own form where that is what runs."""
+    form = form_of(tunable.name, Tile(arch), dtype_name(dtype), workload)
+    return Task(tunable if form == tunable.name else TUNABLES[form], workload, arch, dtype)
+
+
 def named_tasks(tunable: Tunable, arch: str, dtype: torch.dtype) -> list[Task]:
     """The benchmark's shapes whose schedule is used, the first of each bucket; few on a CPU."""
     table = workloads.BENCHMARK if arch else workloads.BENCHMARK_QUICK
-    tasks = [Task(tunable, workload, arch, dtype) for workload in table[tunable.op]]
+    tasks = [task_of(tunable, workload, arch, dtype) for workload in table[tunable.op]]
     chosen: dict[str, Task] = {}
     for task in tasks:
         if not task.unused:

@@ -96,7 +96,7 @@ def _swap_bucket(w: LinearWorkload) -> str:
 
 
 def _gemv_bucket(w: LinearWorkload) -> str:
-    return buckets.gemv(w.n, w.k, whole_rows=False)
+    return buckets.gemv(w.n, w.k, normed=False)
 
 
 def _vector(n: int, k: int) -> tuple[Workload, ...]:
@@ -113,6 +113,11 @@ def _attention_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:
 
 def _attention_blocks(w: AttentionWorkload, s: Any) -> int:
     return _ceil(w.q_len, s.block_m) * w.heads * w.batch
+
+
+def _flash_blocks(w: AttentionWorkload, s: Any) -> int:
+    pieces = _attention_blocks(w, s)
+    return min(s.resident, pieces) if s.resident else pieces
 
 
 def _attention_bucket(w: AttentionWorkload) -> str:
@@ -222,6 +227,11 @@ TUNABLES = {
         Tunable(
             "flash_attention", "attention", RECIPES["flash_attention"], spaces.flash_attention,
             _attention_bucket, _attention_arguments, _attention_blocks,
+            ("BATCH", "LENGTH", *_HEADS), _both_masks,
+        ),
+        Tunable(
+            "flash_attention_sm90", "attention", RECIPES["flash_attention_sm90"],
+            spaces.flash_attention_sm90, _attention_bucket, _attention_arguments, _flash_blocks,
             ("BATCH", "LENGTH", *_HEADS), _both_masks,
         ),
         Tunable(

@@ -1,0 +1,186 @@
+"""Attention with the kernel of sm_90: every recipe, lengths around its tiles, and repeats."""
+
+import pytest
+import torch
+from helpers import int32, needs_cuda, normal, poisoned
+from test_attention import check
+
+from minifused import ops
+from minifused.kernels import build, flash_attention, flash_attention_sm90, limits, schedule
+from minifused.kernels.tile import Tile
+
+SM90 = Tile("sm_90a")
+KEYS = (256, 512, 1024, 2048, 4096, 8192, 8193)
+RULES = [(dim, causal, keys) for dim in (64, 128) for causal in (True, False) for keys in KEYS]
+LENGTHS = (1, 63, 64, 65, 127, 129, 193, 1000, 1024, 1025, 1537, 2049, 4096)
+HEADS = pytest.mark.parametrize("head_dim", [64, 128])
+MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def on_sm90(test):
+    """Run `test` on a GPU that has this kernel, under the marker `cuda`."""
+    here = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return needs_cuda(pytest.mark.skipif(not here, reason="no GPU of sm_90")(test))
+
+
+@pytest.mark.parametrize(("head_dim", "causal", "keys"), RULES)
+def test_rules_break_no_limit(head_dim, causal, keys):
+    chosen = schedule.flash_schedule(SM90, head_dim, "bfloat16", causal, keys)
+    assert not limits.violation(SM90, "flash_attention_sm90", "bfloat16", chosen, head_dim)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"consumer_registers": 248}, "registers wanted"),  # setmaxnreg would wait for ever
+        ({"consumer_registers": 244}, "multiples of 8"),
+        ({"num_stages": 4}, "shared memory"),
+        ({"block_m": 64}, "64 rows"),
+        ({"min_blocks": 2}, "do not fit on an SM"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_schedules_that_cannot_work_are_refused(changed, reason):
+    values = vars(schedule.flash_schedule(SM90, 128, "bfloat16", True, 4096)) | changed
+    refused = schedule.from_fields(schedule.FlashSchedule, values)
+    violations = limits._on_cuda(SM90, "flash_attention_sm90", "bfloat16", refused, 128)
+    assert any(reason in violation for violation in violations)
+
+
+def test_switches_of_a_table_are_true_or_false():
+    values = vars(schedule.flash_schedule(SM90, 128, "bfloat16", True, 4096))
+    with pytest.raises(ValueError, match="overlap is 1: expected true or false"):
+        schedule.from_fields(schedule.FlashSchedule, values | {"overlap": 1})
+
+
+def test_which_heads_it_takes():
+    takes = flash_attention_sm90.takes
+    assert takes(SM90, 64, "bfloat16") and takes(SM90, 128, "float16")
+    assert not takes(SM90, 80, "bfloat16") and not takes(SM90, 64, "float32")
+    assert not takes(Tile("sm_80"), 64, "bfloat16") and not takes(Tile("sm_100a"), 64, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "chosen"),
+    [(64, torch.bfloat16, "_sm90"), (80, torch.bfloat16, ""), (64, torch.float32, "")],
+)
+def test_the_launcher_gives_it_what_it_takes(head_dim, dtype, chosen, monkeypatch):
+    monkeypatch.setattr(flash_attention, "tile_for", lambda device: SM90)
+    monkeypatch.setattr(flash_attention, "compile_kernel", lambda builder, *static: builder)
+    select = flash_attention._select.__wrapped__
+    static = 12, head_dim, True, True, False, 0.125, dtype, 1024
+    assert select(torch.device("cpu"), *static).__name__ == f"flash_attention{chosen}_kernel"
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@MASKS
+@HEADS
+@DTYPES
+@on_sm90
+def test_lengths(length, causal, head_dim, dtype):
+    check(normal("cuda", dtype)(2, length, 3, 2, head_dim), causal=causal)
+
+
+@MASKS
+@HEADS
+@on_sm90
+def test_the_longest(causal, head_dim):
+    check(normal("cuda", torch.bfloat16)(1, 8192, 3, 1, head_dim), causal=causal)
+
+
+@MASKS
+@HEADS
+@on_sm90
+def test_more_work_than_a_gpu_takes_at_once(causal, head_dim):
+    """Blocks that go through several pieces, and groups of heads of which the last is short."""
+    check(normal("cuda", torch.bfloat16)(3, 1100, 3, 23, head_dim), causal=causal)
+    check(normal("cuda", torch.bfloat16)(1, 2200, 3, 19, head_dim), causal=causal)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1, 1000), (63, 2100), (300, 1025), (1025, 300), (129, 1), (2100, 4000)], ids=str
+)
+@MASKS
+@HEADS
+@on_sm90
+def test_other_numbers_of_queries_than_keys(lengths, causal, head_dim):
+    draw, (q_len, k_len) = normal("cuda", torch.bfloat16), lengths
+    k, v = draw(2, k_len, 3, head_dim), draw(2, k_len, 3, head_dim)
+    check(draw(2, q_len, 3, head_dim), k, v, causal)
+
+
+@pytest.mark.parametrize("k_len", [300, 1500, 2500])
+@MASKS
+@HEADS
+@on_sm90
+def test_ragged(k_len, causal, head_dim):
+    """What lies past a length changes nothing, and is not written over."""
+    draw = normal("cuda", torch.bfloat16)
+    q, k, v = (draw(5, n, 3, head_dim) for n in (200, k_len, k_len))
+    lengths = (0, 1, 65, 200, 1 << 30), (0, k_len, 64, 130, 1 << 30)
+    q_lengths, kv_lengths = (int32(*row, device="cuda") for row in lengths)
+    out = check(q, k, v, causal, None, q_lengths, kv_lengths)
+    for row, (queries, keys) in enumerate(zip(*lengths, strict=True)):
+        q[row, queries:], k[row, keys:], v[row, keys:] = 3e4, 3e4, 3e4
+    assert torch.equal(ops.attention(q, k, v, causal, None, q_lengths, kv_lengths), out)
+
+
+@MASKS
+@HEADS
+@on_sm90
+def test_wide_scores(causal, head_dim):
+    draw = normal("cuda", torch.bfloat16)
+    wide = [draw(2, 700, 3, head_dim, std=s) for s in (8.0, 8.0, 1.0)]
+    check(torch.stack(wide, dim=2), causal=causal)
+
+
+@pytest.mark.parametrize("length", [200, 1024, 2200])
+@MASKS
+@HEADS
+@on_sm90
+def test_repeats_are_equal_bit_for_bit(length, causal, head_dim):
+    qkv = normal("cuda", torch.bfloat16)(4, length, 3, 12, head_dim)
+    first = ops.attention(qkv, causal=causal)
+    for _ in range(200):
+        out = poisoned(*first.shape, device="cuda", dtype=torch.bfloat16)
+        ops.attention(qkv, causal=causal, out=out)
+        assert torch.equal(out, first)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["one by one", "graph"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])  # 80: the kernel of all machines
+@on_sm90
+def test_kernels_launched_ahead_wait(head_dim, captured):
+    """Each reads what the one ahead wrote, and writes over what that one read."""
+    draw = normal("cuda", torch.bfloat16)
+    start, x, out = (draw(3, 700, 5, head_dim) for _ in range(3))
+    gain, shift = draw(5 * head_dim), draw(5 * head_dim)
+
+    def chain(after_each):
+        for _ in range(8):
+            ops.attention(x, x, x, causal=True, out=out)
+            after_each()
+            ops.layer_norm(out.flatten(2), gain, shift, out=x.flatten(2))
+            after_each()
+
+    x.copy_(start)
+    chain(torch.cuda.synchronize)
+    wanted, graph = x.clone(), torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            chain(lambda: None)
+    for _ in range(20):
+        x.copy_(start)
+        graph.replay() if captured else chain(lambda: None)
+        assert torch.equal(x, wanted) and not x.isnan().any()
+
+
+@on_sm90
+def test_one_compile_for_all_lengths_of_a_recipe():
+    draw = normal("cuda", torch.bfloat16)
+    ops.attention(draw(1, 10, 3, 2, 64))
+    before = build.stats.count
+    for batch, length in ((1, 11), (3, 200), (2, 256)):
+        ops.attention(draw(batch, length, 3, 2, 64))
+    assert build.stats.count == before
