@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
 from minifused.kernels.schedule import RowSchedule, row_schedule
-from minifused.kernels.swap_follow import follow_tile, load_gain
+from minifused.kernels.swap_follow import follow_tile
 from minifused.kernels.tile import Tile
 
 MAX_COLUMNS_A_BLOCK = 1024
@@ -47,7 +47,8 @@ def embed_kernel(
             tile.pdl_sync()
             token = tokens[bz, bx]
             position = T.min(starts[bz] + bx, positions - 1)
-            load_gain(after, col, gain)
+            if follow:
+                T.copy(after[0][col], gain)
             if has_ends:
                 if bx + by == 0:
                     ends[bz] = (starts[bz] + length) * counts[bz]

@@ -198,6 +198,8 @@ def _swap_groups(s: SwapSchedule) -> Iterator[str]:
     if s.num_threads % (32 * s.groups) or s.groups & (s.groups - 1):
         yield f"{s.groups} groups of {s.num_threads} threads: expected a power of 2 of whole warps"
         return
+    if s.block_n & (s.block_n - 1):
+        yield f"{s.block_n} rows of W: the width of a residual stream's parts is a power of 2"
     if s.num_stages < s.groups:
         yield f"{s.num_stages} stages: each of {s.groups} groups needs one"
     if s.groups > 1 and not staged_bytes(s):

@@ -20,8 +20,9 @@ def lanes_a_row(block_m: int, num_threads: int) -> int:
     return 1 << min(32, max(1, num_threads // block_m)).bit_length() - 1
 
 
-def moments_shape(block_m: int, parts: int, num_threads: int) -> tuple[int, int, int]:
-    """Of what a lane loads: its rows, loads of a row, and floats of a load, two a part."""
+def moments_shape(block_m: int, columns: int, num_threads: int) -> tuple[int, int, int]:
+    """Of what a lane loads of stats: its rows, loads of a row, and floats of a load, two a part."""
+    parts = int(columns) // 2
     lanes = lanes_a_row(block_m, num_threads)
     pair = 2 - parts % 2  # 16 bytes if all rows begin at multiples of these
     return -(-block_m * lanes // num_threads), -(-parts // (pair * lanes)), 2 * pair
@@ -33,15 +34,16 @@ def load_moments(norm, row, s, block_m, num_threads):
     if norm is not None:
         stats, lanes, size = norm[0], lanes_a_row(block_m, num_threads), int(s.shape[2])
         tx = T.get_thread_binding() if num_threads > 1 else 0
-        for i, v in T.grid(s.shape[0], s.shape[1]):
-            j = row + i * (num_threads // lanes) + tx // lanes
-            at = (v * lanes + tx % lanes) * size
-            if j < stats.shape[0] and at < stats.shape[1]:
-                for e in T.vectorized(size):
-                    s[i, v, e] = stats[j, at + e]
-            else:
-                for e in T.vectorized(size):
-                    s[i, v, e] = 0.0
+        for i in T.unroll(s.shape[0]):
+            for v in T.unroll(s.shape[1]):
+                j = row + i * (num_threads // lanes) + tx // lanes
+                at = (v * lanes + tx % lanes) * size
+                if j < stats.shape[0] and at < stats.shape[1]:
+                    for e in T.vectorized(size):
+                        s[i, v, e] = stats[j, at + e]
+                else:
+                    for e in T.vectorized(size):
+                        s[i, v, e] = 0.0
 
 
 @T.macro
@@ -64,14 +66,16 @@ def merge_moments(fold, k, s, norms, num_threads):
 def merge_row(fold, k, s, i, sums, lane, lanes):
     (width, eps), loads, pair = fold, int(s.shape[1]), int(s.shape[2]) // 2
     T.clear(sums)
-    for v, e in T.grid(loads, pair):
-        sums[0] += s[i, v, 2 * e]
+    for v in T.unroll(loads):
+        for e in T.unroll(pair):
+            sums[0] += s[i, v, 2 * e]
     sum_over_lanes(sums, 0, 1, lanes)
     sums[0] *= 1.0 / k
-    for v, e in T.grid(loads, pair):
-        count = part_columns((v * lanes + lane) * pair + e, width, k)
-        off = s[i, v, 2 * e] / T.max(count, 1.0) - sums[0]
-        sums[1] += s[i, v, 2 * e + 1] + count * off * off
+    for v in T.unroll(loads):
+        for e in T.unroll(pair):
+            count = part_columns((v * lanes + lane) * pair + e, width, k)
+            off = s[i, v, 2 * e] / T.max(count, 1.0) - sums[0]
+            sums[1] += s[i, v, 2 * e + 1] + count * off * off
     sum_over_lanes(sums, 1, 1, lanes)
     sums[1] = 1.0 / T.sqrt(sums[1] * (1.0 / k) + eps)
 

@@ -9,12 +9,6 @@ from minifused.kernels.swap_fold import part_columns
 
 
 @T.macro
-def load_gain(after, col, gain):
-    if after is not None:
-        T.copy(after[0][col], gain)
-
-
-@T.macro
 def follow_tile(tile, done, after, gain, row, col, part):
     """Also write done * gain, and the two moments of each row of done, which are of `part`."""
     if after is not None:

@@ -48,7 +48,7 @@ def takes_follow(rows: int, weight: Tensor) -> bool:
 def part_width(rows: int, weight: Tensor) -> int:
     """Columns of a part of the stats that `follow` writes of rows @ weight (n, k)^T.
 
-    There are ceil(n / part_width) parts of a row, the last of which may be narrower.
+    A power of 2. There are ceil(n / part_width) parts of a row, of which the last may be narrower.
     """
     tile, dtype = tile_for(weight.device), dtype_name(weight.dtype)
     return swap_schedule(tile, rows, weight.shape[0], weight.shape[1], dtype).block_n

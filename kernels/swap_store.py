@@ -46,8 +46,8 @@ def load_tile(tile, X, row, col, fragment):
 
 
 @T.macro
-def load_bias(tile, bias, norm, col, b, slope):
-    """b (block_n) = bias from col on; of a folded norm, slope and b are rows of its sums."""
+def load_constants(tile, bias, norm, after, col, b, slope, gain):
+    """b (block_n) = bias from col on, or of a folded norm slope and b; gain of the norm to come."""
     if norm is not None:
         for i in tile.parallel(b.shape[0]):
             if col + i < norm[1].shape[1]:
@@ -55,6 +55,8 @@ def load_bias(tile, bias, norm, col, b, slope):
                 b[i] = norm[1][1, col + i]
     elif b is not None:
         T.copy(bias[col], b)
+    if after is not None:
+        T.copy(after[0][col], gain)
 
 
 @T.macro

@@ -214,7 +214,7 @@ def test_barriers_are_for_all_threads(case, m):
 @on_rows
 def test_moments_are_on_their_way_before_the_rows_and_merged_before_a_wait(case, m):
     source, _ = lowered(case, m)
-    (load,) = re.finditer(r"\*\(float4\*\)\(s \+ .*= \*\(float4\*\)\(stats \+", source)
+    (load,) = re.finditer(r"\*\(float4\*\)\(x \+ .*= \*\(float4\*\)\(stats \+", source)
     merge = source.index("__shfl_xor_sync")
     assert load.start() < source.index("tma_load(A_desc") < merge < source.index(".wait(")
     assert source.count("__shfl_xor_sync") == 2
@@ -241,7 +241,7 @@ def test_a_rows_moments_are_summed_within_a_warp(case, m):
     ],
 )
 def test_lanes_share_the_parts_of_a_row(block_m, parts, threads, shape):
-    assert swap_fold.moments_shape(block_m, parts, threads) == shape
+    assert swap_fold.moments_shape(block_m, 2 * parts, threads) == shape
 
 
 def test_static_memory_has_room_beside_the_sums():

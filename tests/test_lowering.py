@@ -68,6 +68,10 @@ def softmax(tile, dtype, n=768):
     return row_softmax_kernel, tile, n, n, dtype, F32, chosen
 
 
+def followed_embed(tile, dtype):
+    return (*embed(tile, dtype), True)
+
+
 def layer_norm(tile, dtype, n=768):
     chosen = schedule.row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
     return layer_norm_kernel, tile, n, 1e-5, F32, dtype, chosen
@@ -83,6 +87,21 @@ def swap(tile, dtype, m=8, n=2304, k=768):
 
 def deep_swap(tile, dtype):
     return swap(tile, dtype, n=768, k=3072)
+
+
+def folded_swap(tile, dtype, m=8, n=2304, k=768):
+    chosen = schedule.swap_schedule(tile, m, n, k, dtype)
+    return (
+        swap_gemm_kernel, tile, n, k, dtype, dtype, None, False, False, True, chosen, True,
+        (16, 1e-5),
+    )  # fmt: skip
+
+
+def followed_swap(tile, dtype, m=8, n=768, k=3072):
+    chosen = schedule.swap_schedule(tile, m, n, k, dtype)
+    return (
+        swap_gemm_kernel, tile, n, k, dtype, F32, None, True, True, True, chosen, False, None, True,
+    )  # fmt: skip
 
 
 def gemv(tile, dtype, n=768, k=768):
@@ -125,8 +144,10 @@ def embed(tile, dtype):
 
 # What each may read before the kernels launched earlier have ended: what they do not write.
 OF_A_STEP = {
-    swap: {"W"},
-    deep_swap: {"W"},
+    swap: {"W", "bias"},
+    deep_swap: {"W", "bias"},
+    folded_swap: {"W", "sums"},
+    followed_swap: {"W", "bias", "gain"},
     gemv: {"W", "bias"},
     normed_gemv: {"W", "bias", "gain", "sums"},
     merged_gemv: {"W", "bias"},
@@ -137,6 +158,7 @@ OF_A_STEP = {
     drawn: set(),
     greedy: set(),
     embed: set(),
+    followed_embed: set(),
     append: set(),
     layer_norm: set(),
     softmax: set(),
