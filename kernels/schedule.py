@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from minifused.kernels import buckets, schedule_table
 from minifused.kernels.limits import (
@@ -74,6 +74,32 @@ class AttentionSchedule:
 
 
 @dataclass(frozen=True)
+class RingGemmSchedule:
+    """Of gemm_sm90."""
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    consumers: int  # warpgroups that compute, beside the one that loads
+    producer_registers: int  # a thread
+    consumer_registers: int
+    min_blocks: int = 0  # that are to share an SM, 0 for any number
+    resident: int = 0  # thread blocks that take one tile after another, 0: one each
+    ping_pong: bool = False  # each warpgroup has tiles of its own
+    swizzle: int = 0  # rows of tiles that go through the columns side by side, 0: all
+    block_k: int = 64
+
+    @property
+    def num_threads(self) -> int:
+        return 128 * (self.consumers + 1)
+
+    @property
+    def groups(self) -> int:
+        """Of warpgroups that have tiles of their own."""
+        return self.consumers if self.ping_pong else 1
+
+
+@dataclass(frozen=True)
 class RowSchedule:
     block_n: int
     num_threads: int
@@ -92,6 +118,7 @@ Schedule = (
     | SwapSchedule
     | GemvSchedule
     | AttentionSchedule
+    | RingGemmSchedule
     | RowSchedule
     | SplitSchedule
 )
@@ -122,13 +149,16 @@ def tuned(
     return rule if found is None else found
 
 
-def from_fields(kind: type[S], values: Mapping[str, int]) -> S:
+def from_fields(kind: type[S], values: Mapping[str, Any]) -> S:
     """The schedule with these values; raises ValueError if they are not those of its fields."""
-    names = [field.name for field in fields(kind)]
-    if sorted(values) != sorted(names):
-        raise ValueError(f"expected the fields {', '.join(names)}, not {', '.join(values)}")
+    defaults = {field.name: field.default for field in fields(kind)}
+    if sorted(values) != sorted(defaults):
+        raise ValueError(f"expected the fields {', '.join(defaults)}, not {', '.join(values)}")
     for name, value in values.items():
-        if type(value) is not int or value < int(name != "swizzle"):
+        if type(defaults[name]) is bool:
+            if type(value) is not bool:
+                raise ValueError(f"{name} is {value!r}: expected true or false")
+        elif type(value) is not int or value < int(defaults[name] != 0):
             raise ValueError(f"{name} is {value!r}: expected a positive number")
     return kind(**values)
 

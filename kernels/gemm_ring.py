@@ -1,0 +1,103 @@
+"""The ring of tiles of gemm_sm90: which tile of C is whose, what is loaded, and the products."""
+
+from typing import Any, NamedTuple
+
+import tilelang.language as T
+
+from minifused.kernels.schedule import RingGemmSchedule
+
+WARPGROUP = 128
+WARP = 32
+
+
+class Ring(NamedTuple):
+    """Tiles of A and W in shared memory, and barriers: `full` of loads, `free` of what was read.
+
+    Step i of all that a thread block goes through lies in slot i % num_stages.
+    """
+
+    schedule: RingGemmSchedule
+    A: Any
+    W: Any
+    A_slots: Any  # (num_stages, block_m, block_k)
+    W_slots: Any  # (num_stages, block_n, block_k)
+    full: Any
+    free: Any
+    steps: int  # of a tile of C
+
+    def slot(self, i):
+        return T.truncmod(i, self.schedule.num_stages)
+
+    def turn(self, i):
+        return T.truncmod(T.truncdiv(i, self.schedule.num_stages), 2)
+
+
+@T.macro
+def place(at, index, schedule: RingGemmSchedule, m, n):
+    """at = the first row and column of the index-th tile of C (m, n).
+
+    Tiles go down `swizzle` rows of tiles, then to the next column: those in flight share operands
+    in L2. They lie in registers since TileLang would repeat an expression at each use.
+    """
+    rows, cols = T.ceildiv(m, schedule.block_m), -(-n // schedule.block_n)
+    together = schedule.swizzle if schedule.swizzle else rows
+    first = T.truncdiv(index, together * cols) * together
+    rest, width = index - first * cols, T.min(together, rows - first)
+    at[0] = (first + T.truncmod(rest, width)) * schedule.block_m
+    at[1] = T.truncdiv(rest, width) * schedule.block_n
+
+
+@T.macro
+def load_weights_ahead(r: Ring, col):
+    """Ask for W of the first steps, before anything that a kernel may still write is read."""
+    for i in T.serial(min(r.steps, r.schedule.num_stages)):
+        _load(r.W, col, i, r.W_slots, r.full, r.slot(i), 0)
+
+
+@T.macro
+def load(r: Ring, row, col, begin, ahead):
+    """Ask for the steps of a tile of C; `begin` steps came before, and the first may be ahead."""
+    for ko in T.serial(r.steps):
+        i = begin + ko
+        slot = r.slot(i)
+        T.barrier_wait(r.free[slot], r.turn(i) ^ 1)  # at first all are free
+        if ahead:
+            if i >= min(r.steps, r.schedule.num_stages):
+                _load(r.W, col, ko, r.W_slots, r.full, slot, 0)
+        else:
+            _load(r.W, col, ko, r.W_slots, r.full, slot, 0)
+        _load(r.A, row, ko, r.A_slots, r.full, slot, 1)
+
+
+@T.macro
+def _load(X, row, step, slots, full, slot, arrive):
+    stop, cols, note = row + slots.shape[1], slots.shape[2], {"emit_arrive": arrive}
+    T.tma_copy(
+        X[row:stop, step * cols : (step + 1) * cols],
+        slots[slot, :, :],
+        barrier=full[slot],
+        annotations=note,
+    )
+
+
+@T.macro
+def multiply(r: Ring, acc, tx, begin):
+    """acc (block_m, block_n) += the products of a tile; each runs while the next is issued."""
+    for ko in T.serial(r.steps):
+        i = begin + ko
+        slot = r.slot(i)
+        T.barrier_wait(r.full[slot], r.turn(i))
+        T.wgmma_gemm(r.A_slots[slot, :, :], r.W_slots[slot, :, :], acc, transpose_B=True,
+                     policy=T.GemmWarpPolicy.FullRow)  # fmt: skip
+        if ko > 0:
+            T.wait_wgmma(1)
+            _leave(r, tx, i - 1)
+    T.wait_wgmma(0)
+    _leave(r, tx, begin + r.steps - 1)
+
+
+@T.macro
+def _leave(r: Ring, tx, i):
+    """Step i has been read by this warp."""
+    if tx % WARP == 0:
+        T.barrier_arrive(r.free[r.slot(i)])
