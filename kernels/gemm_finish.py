@@ -8,7 +8,9 @@ import tilelang.language as T
 from minifused.kernels.epilogue import activate
 from minifused.kernels.tile import Tile
 
-RESIDUAL_AHEAD = 128  # registers a thread for sums and residual, if that is loaded ahead
+VECTOR = 8  # columns that lie in a matrix or past it together
+CHUNK = 64  # 16-bit columns of a row of 128 bytes, which TMA swizzles
+RING_READ = 1  # the named barrier; TileLang's begin at 3
 
 
 class Output(NamedTuple):
@@ -17,42 +19,83 @@ class Output(NamedTuple):
     bias: Any  # (n,), None without one
     R: Any  # (m, n), None without one
     C: Any
+    ring: Any  # slots of A that are free to store through, None if the ring goes on
+    threads: int  # that share a tile
+
+    def at(self, by, bx, i, j, block):
+        """Element (i, j) of the tile in row by and column bx of tiles."""
+        return by * int(block.shape[0]) + i, bx * int(block.shape[1]) + j
+
+    def holds(self, by, bx, i, j, block):
+        """Whether C has it; asked of eight columns at once."""
+        (m, n), (row, col) = self.C.shape, self.at(by, bx, i, j // VECTOR * VECTOR, block)
+        return row < m if int(n) % int(block.shape[1]) == 0 else T.And(row < m, col < n)
 
 
 @T.macro
-def begin_tile(out: Output, acc, b, row, col):
+def begin_tile(out: Output, acc, b, bx):
     """acc = bias: adding it first costs no more than zeros."""
     if out.bias is None:
         T.clear(acc)
     else:
-        T.copy(out.bias[col], b)
-        for i, j in T.Parallel(acc.shape[0], acc.shape[1]):
+        n, block_n = int(out.bias.shape[0]), int(b.shape[0])
+        for j in T.Parallel(block_n):
+            if n % block_n == 0:
+                b[j] = out.bias[bx * block_n + j]
+            else:
+                if bx * block_n + j // VECTOR * VECTOR < n:
+                    b[j] = out.bias[bx * block_n + j]
+        for i, j in T.Parallel(acc.shape[0], block_n):
             acc[i, j] = T.cast(b[j], "float32")
 
 
 @T.macro
-def load_residual(out: Output, r, row, col):
+def load_residual(out: Output, r, by, bx):
     for i, j in T.Parallel(r.shape[0], r.shape[1]):
-        if row + i < out.C.shape[0] and col + j < out.C.shape[1]:
-            r[i, j] = out.R[row + i, col + j]
+        if out.holds(by, bx, i, j, r):
+            r[i, j] = out.R[out.at(by, bx, i, j, r)]
 
 
 @T.macro
-def finish_tile(out: Output, acc, r, staged, row, col):
-    """C from row and col on = act(acc) + r, in its dtype."""
+def finish_tile(out: Output, acc, r, staged, by, bx):
+    """The tile in row by and column bx of tiles of C = act(acc) + r, in its dtype.
+
+    r is None if it is still to be loaded, staged if the tile goes through the ring.
+    """
     if out.activation is not None:
         for i, j in T.Parallel(acc.shape[0], acc.shape[1]):
             acc[i, j] = _activate(out, acc[i, j])
     if out.R is not None:
         for i, j in T.Parallel(acc.shape[0], acc.shape[1]):
-            acc[i, j] += T.cast(r[i, j], "float32")
-    if staged is None:
+            if r is not None:
+                acc[i, j] += T.cast(r[i, j], "float32")
+            else:
+                if out.holds(by, bx, i, j, acc):
+                    acc[i, j] += T.cast(out.R[out.at(by, bx, i, j, acc)], "float32")
+    if out.C.dtype == "float32":
+        # A quad of threads has 32 bytes of a row, which is what memory deals in.
         for i, j in T.Parallel(acc.shape[0], acc.shape[1]):
-            if row + i < out.C.shape[0] and col + j < out.C.shape[1]:
-                out.C[row + i, col + j] = T.cast(acc[i, j], out.C.dtype)
+            if out.holds(by, bx, i, j, acc):
+                out.C[out.at(by, bx, i, j, acc)] = acc[i, j]
     else:
-        T.copy(acc, staged)
-        T.copy(staged, out.C[row : row + acc.shape[0], col : col + acc.shape[1]])
+        row, col = by * acc.shape[0], bx * acc.shape[1]
+        if staged is None:
+            _store_through_ring(out, acc, row, col)
+        else:
+            T.copy(acc, staged)
+            T.copy(staged, out.C[row : row + acc.shape[0], col : col + acc.shape[1]])
+
+
+@T.macro
+def _store_through_ring(out: Output, acc, row, col):
+    """A chunk of columns a slot of A."""
+    T.sync_threads(RING_READ, out.threads)  # all have read what is in the ring
+    for i, j in T.Parallel(acc.shape[0], acc.shape[1]):
+        out.ring[j // CHUNK, i, j % CHUNK] = T.cast(acc[i, j], out.C.dtype)
+    for c in list(range(int(acc.shape[1]) // CHUNK)):
+        first = col + c * CHUNK
+        T.tma_copy(out.ring[c, :, :], out.C[row : row + acc.shape[0], first : first + CHUNK])
+    T.tma_store_wait(0)
 
 
 def _activate(out: Output, x):

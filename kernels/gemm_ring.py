@@ -34,17 +34,21 @@ class Ring(NamedTuple):
 
 @T.macro
 def place(at, index, schedule: RingGemmSchedule, m, n):
-    """at = the first row and column of the index-th tile of C (m, n).
+    """at = the row and the column, in tiles, of the index-th tile of C (m, n).
 
     Tiles go down `swizzle` rows of tiles, then to the next column: those in flight share operands
-    in L2. They lie in registers since TileLang would repeat an expression at each use.
+    in L2. They lie in registers since TileLang would repeat an expression at each use, and count
+    tiles since it then sees that vectors are aligned.
     """
     rows, cols = T.ceildiv(m, schedule.block_m), -(-n // schedule.block_n)
-    together = schedule.swizzle if schedule.swizzle else rows
-    first = T.truncdiv(index, together * cols) * together
-    rest, width = index - first * cols, T.min(together, rows - first)
-    at[0] = (first + T.truncmod(rest, width)) * schedule.block_m
-    at[1] = T.truncdiv(rest, width) * schedule.block_n
+    if schedule.swizzle:
+        first = T.truncdiv(index, schedule.swizzle * cols) * schedule.swizzle
+        rest, width = index - first * cols, T.min(schedule.swizzle, rows - first)
+        at[0] = first + T.truncmod(rest, width)
+        at[1] = T.truncdiv(rest, width)
+    else:
+        at[0] = T.truncmod(index, rows)
+        at[1] = T.truncdiv(index, rows)
 
 
 @T.macro

@@ -9,7 +9,7 @@ with `ping_pong`, of another warpgroup of the block.
 import tilelang.language as T
 
 from minifused.kernels.gemm_finish import (
-    RESIDUAL_AHEAD,
+    CHUNK,
     Output,
     begin_tile,
     finish_tile,
@@ -24,28 +24,50 @@ from minifused.kernels.gemm_ring import (
     multiply,
     place,
 )
+from minifused.kernels.limits import launch_registers
 from minifused.kernels.row_lanes import FAST_MATH
 from minifused.kernels.schedule import RingGemmSchedule
 from minifused.kernels.tile import Tile
 
 
+# Which elements there are is asked here: TileLang would ask of each, one by one.
+UNCHECKED = {"tl.disable_safe_memory_legalize": True}
+LOADING_REGISTERS = 24
+SPARE_REGISTERS = 48  # a thread, beside those that hold sums and residual
+
+
+def residual_ahead(s: RingGemmSchedule) -> bool:
+    """Whether registers can hold a tile's residual while its products are computed."""
+    tile = s.block_m * s.block_n * s.groups // (WARPGROUP * s.consumers)
+    return 2 * tile + SPARE_REGISTERS <= (s.registers or launch_registers(s))
+
+
+def stores_through_ring(s: RingGemmSchedule) -> bool:
+    """Whether a 16-bit tile of C goes where those of A were."""
+    fits = s.block_n % CHUNK == 0 and s.block_n // CHUNK <= s.num_stages
+    return fits and not s.resident and s.block_k == CHUNK
+
+
 @T.macro
 def roles(tile, schedule, parts, group):
-    """Each group of warpgroups computes, and the last warpgroup loads.
+    """Each group of warpgroups computes, and the last warp loads.
 
     Branches of one condition: between two, TileLang would have all threads meet.
     """
     compute, produce, r, out, tx, bx, trips = parts
     if tx < (group + 1) * (schedule.consumers // schedule.groups) * WARPGROUP:
-        T.set_max_nreg(schedule.consumer_registers, 1)
+        if schedule.registers:
+            T.set_max_nreg(schedule.registers, 1)
         tile.pdl_sync()
         compute(r, out, tx, bx, trips, group)
     else:
         if group + 1 < schedule.groups:
             roles(tile, schedule, parts, group + 1)
         else:
-            T.set_max_nreg(schedule.producer_registers, 0)
-            produce(r, tx, bx, trips)
+            if schedule.registers:
+                T.set_max_nreg(LOADING_REGISTERS, 0)
+            if tx < schedule.consumers * WARPGROUP + WARP:
+                produce(r, tx, bx, trips)
 
 
 def gemm_sm90_kernel(
@@ -65,7 +87,8 @@ def gemm_sm90_kernel(
     m = T.dynamic("m")
     tiles = T.ceildiv(m, block_m) * -(-n // block_n)
     grid = T.min(schedule.resident, tiles) if schedule.resident else tiles
-    early = 2 * block_m * block_n // team <= RESIDUAL_AHEAD
+    early = residual_ahead(schedule)
+    in_ring = stores_through_ring(schedule)
 
     @T.macro
     def compute(r, out, tx, bx, trips, group):
@@ -74,31 +97,28 @@ def gemm_sm90_kernel(
         b = T.alloc_fragment((block_n,), dtype)
         residual = T.alloc_fragment((block_m, block_n), out_dtype)
         staged = None
-        if out_dtype != "float32":
+        if out_dtype != "float32" and not in_ring:
             staged = T.alloc_shared((block_m, block_n), out_dtype)
         at = T.alloc_local((2,), "int32")
         for u in T.serial(T.truncdiv(trips - group + groups - 1, groups)):
             t = u * groups + group
             place(at, bx + t * grid, schedule, m, n)
-            begin_tile(out, acc, b, at[0], at[1])
+            begin_tile(out, acc, b, at[1])
             if has_residual and early:
                 load_residual(out, residual, at[0], at[1])
             multiply(r, acc, tx, t * steps)
-            if has_residual and not early:
-                load_residual(out, residual, at[0], at[1])
-            finish_tile(out, acc, residual, staged, at[0], at[1])
+            finish_tile(out, acc, residual if early else None, staged, at[0], at[1])
 
     @T.macro
     def produce(r, tx, bx, trips):
         at = T.alloc_local((2,), "int32")
-        if tx < consumers + WARP:
-            if ahead:
-                place(at, bx, schedule, m, n)
-                load_weights_ahead(r, at[1])
-            tile.pdl_sync()
-            for t in T.serial(trips):
-                place(at, bx + t * grid, schedule, m, n)
-                load(r, at[0], at[1], t * steps, ahead)
+        if ahead:
+            place(at, bx, schedule, m, n)
+            load_weights_ahead(r, at[1] * block_n)
+        tile.pdl_sync()
+        for t in T.serial(trips):
+            place(at, bx + t * grid, schedule, m, n)
+            load(r, at[0] * block_m, at[1] * block_n, t * steps, ahead)
 
     @T.prim_func
     def gemm_sm90(
@@ -108,18 +128,19 @@ def gemm_sm90_kernel(
         R: T.Tensor((m, n), out_dtype),
         C: T.Tensor((m, n), out_dtype),
     ):
-        with T.Kernel(grid, threads=consumers + WARPGROUP) as bx:
+        with T.Kernel(grid, threads=schedule.num_threads) as bx:
             T.annotate_compile_flags(FAST_MATH)
-            if schedule.min_blocks:
-                T.annotate_min_blocks_per_sm(schedule.min_blocks)
+            T.annotate_pass_configs(UNCHECKED)
+            T.annotate_min_blocks_per_sm(schedule.min_blocks)
             A_slots = T.alloc_shared((stages, block_m, block_k), dtype)
             W_slots = T.alloc_shared((stages, block_n, block_k), dtype)
             full = T.alloc_barrier([1] * stages)
             free = T.alloc_barrier([team // WARP] * stages)
             r = Ring(schedule, A, W, A_slots, W_slots, full, free, steps)
             out = Output(
-                tile, activation, bias if has_bias else None, R if has_residual else None, C
-            )
+                tile, activation, bias if has_bias else None, R if has_residual else None, C,
+                A_slots if in_ring else None, team,
+            )  # fmt: skip
             tx = T.get_thread_binding()
             tile.pdl_trigger()
             trips = T.truncdiv(tiles - bx + grid - 1, grid) if schedule.resident else 1

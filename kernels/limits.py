@@ -17,12 +17,14 @@ if TYPE_CHECKING:
         AttentionSchedule,
         GemmSchedule,
         GemvSchedule,
+        RingGemmSchedule,
         SwapSchedule,
     )
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MAX_THREADS = 1024  # of a block
 THREADS_AN_SM = 2048
+REGISTERS_AN_SM = 65536
 PRODUCER_THREADS = 128  # that TileLang adds to a block whose copies it gives warps of their own
 MAX_ACCUMULATORS = 192  # float32 a thread: it has 255 registers, for addresses and operands too
 STATIC_BYTES = 47 * 1024  # of shared memory whose size is fixed: 48 KiB less barriers
@@ -90,6 +92,12 @@ def _attention_bytes(tile: Tile, dtype: str, s: AttentionSchedule, head_dim: int
     tiles = item * dim * (s.block_m + 2 * max(1, s.num_stages) * s.block_n)
     # float32 probabilities go through shared memory too
     return tiles if tile.has_tensor_core(dtype) else tiles + item * s.block_m * s.block_n
+
+
+def launch_registers(s: RingGemmSchedule) -> int:
+    """Of a thread: each quarter of an SM has as many warps of its blocks as the fullest."""
+    warps = -(-s.min_blocks * s.num_threads // 32 // 4)
+    return min(255, REGISTERS_AN_SM // 4 // 32 // warps // 8 * 8)
 
 
 def violation(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: int = 0) -> str:

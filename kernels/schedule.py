@@ -80,18 +80,18 @@ class RingGemmSchedule:
     block_m: int
     block_n: int
     num_stages: int
-    consumers: int  # warpgroups that compute, beside the one that loads
-    producer_registers: int  # a thread
-    consumer_registers: int
-    min_blocks: int = 0  # that are to share an SM, 0 for any number
+    consumers: int  # warpgroups that compute
+    min_blocks: int = 1  # that are to share an SM, which limits registers
     resident: int = 0  # thread blocks that take one tile after another, 0: one each
     ping_pong: bool = False  # each warpgroup has tiles of its own
     swizzle: int = 0  # rows of tiles that go through the columns side by side, 0: all
+    registers: int = 0  # of a thread that computes, handed over by those that load; 0: none are
     block_k: int = 64
 
     @property
     def num_threads(self) -> int:
-        return 128 * (self.consumers + 1)
+        """Only a whole warpgroup can hand over registers; else one warp loads."""
+        return 128 * self.consumers + (128 if self.registers else 32)
 
     @property
     def groups(self) -> int:
