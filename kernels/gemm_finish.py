@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from minifused.kernels.epilogue import activate
+from minifused.kernels.limits import CHUNK
 from minifused.kernels.tile import Tile
 
 VECTOR = 8  # columns that lie in a matrix or past it together
-CHUNK = 64  # 16-bit columns of a row of 128 bytes, which TMA swizzles
 RING_READ = 1  # the named barrier; TileLang's begin at 3
 
 
@@ -104,4 +104,4 @@ def _activate(out: Output, x):
         half = 0.5 * x
         u = x * (math.sqrt(2 / math.pi) + math.sqrt(2 / math.pi) * 0.044715 * (x * x))
         return half + half * T.tanh(u)
-    return activate(out.tile, out.activation, x)
+    return x if out.activation is None else activate(out.tile, out.activation, x)

@@ -8,6 +8,7 @@ from minifused.kernels.schedule import RingGemmSchedule
 
 WARPGROUP = 128
 WARP = 32
+TURN = 8  # the first of the named barriers by which groups take turns; TileLang's are below
 
 
 class Ring(NamedTuple):
@@ -85,8 +86,22 @@ def _load(X, row, step, slots, full, slot, arrive):
 
 
 @T.macro
-def multiply(r: Ring, acc, tx, begin):
-    """acc (block_m, block_n) += the products of a tile; each runs while the next is issued."""
+def first_turn(r: Ring, group: int):
+    """The first group need not wait for the last."""
+    if r.schedule.groups > 1 and group == r.schedule.groups - 1:
+        T.named_barrier_arrive(TURN, 2 * WARPGROUP)
+
+
+@T.macro
+def multiply(r: Ring, acc, tx, begin, group: int):
+    """acc (block_m, block_n) += the products of a tile; each runs while the next is issued.
+
+    Groups take turns: a barrier tells only whether the last of its phases has passed, so that
+    nobody may wait for a load before all earlier ones have come.
+    """
+    groups = r.schedule.groups
+    if groups > 1:
+        T.sync_threads(TURN + group, 2 * WARPGROUP)
     for ko in T.serial(r.steps):
         i = begin + ko
         slot = r.slot(i)
@@ -96,6 +111,8 @@ def multiply(r: Ring, acc, tx, begin):
         if ko > 0:
             T.wait_wgmma(1)
             _leave(r, tx, i - 1)
+    if groups > 1:
+        T.named_barrier_arrive(TURN + (group + 1) % groups, 2 * WARPGROUP)
     T.wait_wgmma(0)
     _leave(r, tx, begin + r.steps - 1)
 
