@@ -10,7 +10,7 @@ from minifused.kernels.limits import CHUNK
 from minifused.kernels.tile import Tile
 
 VECTOR = 8  # columns that lie in a matrix or past it together
-RING_READ = 1  # the named barrier; TileLang's begin at 3
+SETTLED = 12  # the first of a named barrier for each group; TileLang's begin at 3
 
 
 class Output(NamedTuple):
@@ -57,7 +57,7 @@ def load_residual(out: Output, r, by, bx):
 
 
 @T.macro
-def finish_tile(out: Output, acc, r, staged, by, bx):
+def finish_tile(out: Output, acc, r, staged, by, bx, group: int):
     """The tile in row by and column bx of tiles of C = act(acc) + r, in its dtype.
 
     r is None if it is still to be loaded, staged if the tile goes through the ring.
@@ -80,22 +80,24 @@ def finish_tile(out: Output, acc, r, staged, by, bx):
     else:
         row, col = by * acc.shape[0], bx * acc.shape[1]
         if staged is None:
-            _store_through_ring(out, acc, row, col)
+            _store_through_ring(out, acc, row, col, group)
         else:
+            # The tile before this one goes to memory while the products are computed.
+            T.tma_store_wait(0)
+            T.sync_threads(SETTLED + group, out.threads)
             T.copy(acc, staged)
-            T.copy(staged, out.C[row : row + acc.shape[0], col : col + acc.shape[1]])
+            T.tma_copy(staged, out.C[row : row + acc.shape[0], col : col + acc.shape[1]])
 
 
 @T.macro
-def _store_through_ring(out: Output, acc, row, col):
+def _store_through_ring(out: Output, acc, row, col, group: int):
     """A chunk of columns a slot of A."""
-    T.sync_threads(RING_READ, out.threads)  # all have read what is in the ring
+    T.sync_threads(SETTLED + group, out.threads)  # all have read what is in the ring
     for i, j in T.Parallel(acc.shape[0], acc.shape[1]):
         out.ring[j // CHUNK, i, j % CHUNK] = T.cast(acc[i, j], out.C.dtype)
     for c in list(range(int(acc.shape[1]) // CHUNK)):
         first = col + c * CHUNK
         T.tma_copy(out.ring[c, :, :], out.C[row : row + acc.shape[0], first : first + CHUNK])
-    T.tma_store_wait(0)
 
 
 def _activate(out: Output, x):

@@ -93,7 +93,9 @@ def gemm_sm90_kernel(
             if has_residual and early:
                 load_residual(out, residual, at[0], at[1])
             multiply(r, acc, tx, t * steps, group)
-            finish_tile(out, acc, residual if early else None, staged, at[0], at[1])
+            finish_tile(out, acc, residual if early else None, staged, at[0], at[1], group)
+        if out_dtype != "float32":
+            T.tma_store_wait(0)
 
     @T.macro
     def produce(r, tx, bx, trips):
