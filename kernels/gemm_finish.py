@@ -10,7 +10,7 @@ from minifused.kernels.limits import CHUNK
 from minifused.kernels.tile import Tile
 
 VECTOR = 8  # columns that lie in a matrix or past it together
-SETTLED = 12  # the first of a named barrier for each group; TileLang's begin at 3
+SETTLED = (1, 2, 7)  # a named barrier for each group; TileLang's begin at 3
 
 
 class Output(NamedTuple):
@@ -84,7 +84,7 @@ def finish_tile(out: Output, acc, r, staged, by, bx, group: int):
         else:
             # The tile before this one goes to memory while the products are computed.
             T.tma_store_wait(0)
-            T.sync_threads(SETTLED + group, out.threads)
+            T.sync_threads(SETTLED[group], out.threads)
             T.copy(acc, staged)
             T.tma_copy(staged, out.C[row : row + acc.shape[0], col : col + acc.shape[1]])
 
@@ -92,7 +92,7 @@ def finish_tile(out: Output, acc, r, staged, by, bx, group: int):
 @T.macro
 def _store_through_ring(out: Output, acc, row, col, group: int):
     """A chunk of columns a slot of A."""
-    T.sync_threads(SETTLED + group, out.threads)  # all have read what is in the ring
+    T.sync_threads(SETTLED[group], out.threads)  # all have read what is in the ring
     for i, j in T.Parallel(acc.shape[0], acc.shape[1]):
         out.ring[j // CHUNK, i, j % CHUNK] = T.cast(acc[i, j], out.C.dtype)
     for c in list(range(int(acc.shape[1]) // CHUNK)):
