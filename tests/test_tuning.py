@@ -230,7 +230,8 @@ def test_every_space_of_a_cpu_has_some_that_fit(name):
         assert 2 <= len(usable) <= 40
 
 
-ONLY_16_BITS, ONLY_FLOAT32 = {"gemv", "swap_gemm"}, {"skinny_gemm", "decode_attention"}
+ONLY_16_BITS = {"gemv", "swap_gemm", "gemm_sm90"}
+ONLY_FLOAT32 = {"gemm", "skinny_gemm", "decode_attention"}  # on sm_90
 
 
 @pytest.mark.parametrize(
@@ -330,6 +331,7 @@ def test_how_a_grid_fills_a_gpu():
 SAMPLES = [
     ("gemm", GEMM, torch.bfloat16, 2),
     ("gemm", GEMM, torch.float32, 1),
+    ("gemm_sm90", GEMM, torch.bfloat16, 2),
     ("skinny_gemm", LinearWorkload("few rows", 4, 768, 768), torch.float32, 1),
     ("swap_gemm", LinearWorkload("few rows", 4, 768, 768), torch.bfloat16, 3),
     ("gemv", LinearWorkload("one row", 1, 768, 768), torch.bfloat16, 3),
@@ -352,7 +354,7 @@ def test_candidates_lower_and_take_the_shared_memory_that_was_said(name, workloa
         assert not candidate.refused
         case = Case(name, task.tile, task.dtype_name, {}, builder, static, candidate.schedule)
         shared = lower(case).shared_bytes
-        if name in (*limits.PIPELINED, "swap_gemm"):
+        if name in (*limits.PIPELINED, "swap_gemm", "gemm_sm90"):
             assert shared == task.shared_memory(candidate.schedule)
         assert shared <= limits.shared_memory_limit(task.tile)
 
@@ -443,10 +445,14 @@ def test_a_softmax_is_tuned_and_told(capsys):
 
 def test_the_list_times_nothing(capsys, monkeypatch):
     monkeypatch.setattr(worker.Worker, "_start", None)
-    assert main("gemm", "--shape", "2048,2048,2048", "--list", "--arch", "sm_90a") == 0
+    assert main("gemm_sm90", "--shape", "2048,2048,2048", "--list", "--arch", "sm_90a") == 0
+    assert re.search(
+        r"over budget: \d+ bytes of shared memory, and sm_90a", capsys.readouterr().out
+    )
+    assert main("gemm", "--shape", "2048,2048,2048", "--list", "--arch", "sm_100a") == 0
     out, _ = capsys.readouterr()
     assert "128  256   64       4      256       10     128" in out
-    assert re.search(r"over budget: \d+ bytes of shared memory, and sm_90a has 231424", out)
+    assert re.search(r"over budget: \d+ bytes of shared memory, and sm_100a has 231424", out)
     assert re.search(r"\d+ to compile, \d+ refused$", out.strip())
     assert main("gemv", "--shape", "768,768", "--list", "--arch", "sm_90a") == 0
     assert re.search(r"\d+ to compile, 0 refused$", capsys.readouterr().out.strip())
