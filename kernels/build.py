@@ -21,6 +21,7 @@ import tilelang
 import torch
 from tilelang.contrib.cc import get_cplus_compiler
 from torch import Tensor
+from tvm.ir.transform import PassContext
 
 from minifused.errors import UserError
 from minifused.kernels.tile import CPU, Tile
@@ -118,7 +119,10 @@ def compile_program(builder: Callable, tile: Tile, *static) -> tilelang.JITKerne
 def lower(builder: Callable, tile: Tile, *static) -> str:
     """The source TileLang generates for a kernel; needs neither a GPU nor a compiler."""
     with tile.target:
-        return tilelang.lower(builder(tile, *static), target=tile.target).kernel_source
+        prim_func = builder(tile, *static)
+        configs = prim_func.attrs.get("tilelang_pass_configs")  # tilelang.compile heeds it itself
+        with PassContext(opt_level=3, config=dict(configs or {})):
+            return tilelang.lower(prim_func, target=tile.target).kernel_source
 
 
 def _direct_call(kernel) -> Callable[..., None]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         FlashSchedule,
         GemmSchedule,
         GemvSchedule,
+        RingGemmSchedule,
         SwapSchedule,
     )
 
@@ -25,6 +26,8 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MAX_THREADS = 1024  # of a block
 THREADS_AN_SM = 2048
 REGISTERS_AN_SM = 65536
+SPARE_REGISTERS = 40  # of one that computes, beside those for its part of a tile
+CHUNK = 64  # 16-bit columns in a row of 128 bytes, which TMA swizzles
 PRODUCER_THREADS = 128  # that TileLang adds to a block whose copies it gives warps of their own
 MAX_ACCUMULATORS = 192  # float32 a thread: it has 255 registers, for addresses and operands too
 PRODUCER_REGISTERS = 24  # a thread of its warpgroup that loads: the fewest there are
@@ -65,6 +68,10 @@ def shared_memory(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: 
         return _gemm_bytes(ITEM_BYTES[dtype], schedule)
     if kernel == "swap_gemm":
         return _ring_bytes(ITEM_BYTES[dtype], schedule)
+    if kernel == "gemm_sm90":
+        item = ITEM_BYTES[dtype]
+        staged = 0 if stores_through_ring(schedule) else item * schedule.groups
+        return _ring_bytes(item, schedule) + staged * schedule.block_m * schedule.block_n
     if kernel == "flash_attention":
         return _attention_bytes(tile, dtype, schedule, head_dim)
     if kernel == "flash_attention_sm90":
@@ -72,7 +79,7 @@ def shared_memory(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: 
     return 0
 
 
-def _ring_bytes(item: int, s: GemmSchedule | SwapSchedule) -> int:
+def _ring_bytes(item: int, s: GemmSchedule | SwapSchedule | RingGemmSchedule) -> int:
     return s.num_stages * (s.block_m + s.block_n) * s.block_k * item
 
 
@@ -101,6 +108,28 @@ def _attention_bytes(tile: Tile, dtype: str, s: AttentionSchedule, head_dim: int
 def _flash_bytes(item: int, s: FlashSchedule, head_dim: int) -> int:
     queries = 2 * s.block_m if s.resident else s.block_m
     return item * head_dim * (queries + 2 * s.num_stages * s.block_n)
+
+
+def launch_registers(s: RingGemmSchedule) -> int:
+    """Of a thread: each quarter of an SM has room for as many warps as the fullest one gets."""
+    warps = -(-s.min_blocks * s.num_threads // 32 // 4)
+    return min(255, REGISTERS_AN_SM // 4 // 32 // warps // 8 * 8)
+
+
+def _sums(s: RingGemmSchedule) -> int:
+    """Float32 registers a thread that hold its part of a tile."""
+    return s.block_m * s.block_n * s.groups // (128 * s.consumers)
+
+
+def residual_ahead(s: RingGemmSchedule) -> bool:
+    """Whether registers can hold a tile's residual while its products are computed."""
+    return 2 * _sums(s) + SPARE_REGISTERS <= (s.registers or launch_registers(s))
+
+
+def stores_through_ring(s: RingGemmSchedule) -> bool:
+    """Whether a 16-bit tile of C goes where those of A were, a chunk of columns a slot."""
+    in_slots = s.block_n % CHUNK == 0 and s.block_n // CHUNK <= s.num_stages
+    return in_slots and not s.resident and s.block_k == CHUNK
 
 
 def violation(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: int = 0) -> str:
@@ -151,6 +180,8 @@ def _on_cuda(tile: Tile, kernel: str, dtype: str, s: Any, head_dim: int) -> Iter
         yield from _attention_warps(tile, dtype, s, head_dim)
     if kernel == "flash_attention_sm90":
         yield from _flash_warps(s)
+    if kernel == "gemm_sm90":
+        yield from _ring_gemm_warps(s)
         memory = shared_memory_limit(tile) + 2048  # an SM's, of which a block costs 1 KiB more
         if s.min_blocks * (shared + 1024) > memory:
             yield f"{s.min_blocks} blocks of {shared} bytes of shared memory do not fit on an SM"
@@ -235,3 +266,20 @@ def _flash_warps(s: FlashSchedule) -> Iterator[str]:
         yield f"{wanted} registers wanted of {registers * s.num_threads} a block has"
     if s.consumer_registers % 8 or not 24 <= s.consumer_registers <= 256:
         yield "registers of a thread are multiples of 8 from 24 to 256"
+
+
+def _ring_gemm_warps(s: RingGemmSchedule) -> Iterator[str]:
+    rows = 64 * s.consumers // s.groups
+    if s.block_m % rows or s.block_n % 16 or s.block_n > 256 or s.block_k % 64:
+        yield f"tiles are of {rows} rows, of columns by 16 up to 256, and 64 deep, or multiples"
+    if s.ping_pong and not (s.resident and s.consumers > 1):
+        yield "only resident blocks of several warpgroups have these take turns"
+    given, wanted = launch_registers(s), s.registers or launch_registers(s)
+    if (wanted % 8 and wanted != 255) or wanted > 255:
+        yield f"{wanted} registers a thread: expected a multiple of 8, up to 248"
+    # Warps hand registers over within what their block was launched with; for more they wait
+    # for ever (setmaxnreg in the PTX manual).
+    if s.registers and s.consumers * wanted + PRODUCER_REGISTERS > (s.consumers + 1) * given:
+        yield f"{wanted} registers wanted, of a block that was given {given} for each thread"
+    if _sums(s) + SPARE_REGISTERS // 2 > wanted:
+        yield f"{_sums(s)} sums a thread, which has {wanted} registers"

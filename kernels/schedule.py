@@ -94,6 +94,32 @@ class FlashSchedule:
 
 
 @dataclass(frozen=True)
+class RingGemmSchedule:
+    """Of gemm_sm90."""
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    consumers: int  # warpgroups that compute
+    min_blocks: int = 1  # that are to share an SM, which limits registers
+    resident: int = 0  # thread blocks that take one tile after another, 0: one each
+    ping_pong: bool = False  # each warpgroup has tiles of its own
+    swizzle: int = 0  # rows of tiles that go through the columns side by side, 0: all
+    registers: int = 0  # of a thread that computes, handed over by those that load; 0: none are
+    block_k: int = 64
+
+    @property
+    def num_threads(self) -> int:
+        """Only a whole warpgroup can hand over registers; else one warp loads."""
+        return 128 * self.consumers + (128 if self.registers else 32)
+
+    @property
+    def groups(self) -> int:
+        """Of warpgroups that have tiles of their own."""
+        return self.consumers if self.ping_pong else 1
+
+
+@dataclass(frozen=True)
 class RowSchedule:
     block_n: int
     num_threads: int
@@ -113,6 +139,7 @@ Schedule = (
     | GemvSchedule
     | AttentionSchedule
     | FlashSchedule
+    | RingGemmSchedule
     | RowSchedule
     | SplitSchedule
 )

@@ -23,6 +23,7 @@ from minifused.kernels import (
     append_kv,
     buckets,
     flash_attention_sm90,
+    gemm_sm90,
     gemv,
     row_softmax,
     schedule,
@@ -34,8 +35,10 @@ from minifused.kernels.decode_attention import decode_attention_kernel
 from minifused.kernels.decode_attention_split import decode_attention_split_kernel
 from minifused.kernels.flash_attention import flash_attention_kernel
 from minifused.kernels.gemm import gemm_kernel
+from minifused.kernels.gemm_sm90_kernel import gemm_sm90_kernel
+from minifused.kernels.gemm_sm90_rule import ring_gemm_schedule
 from minifused.kernels.layer_norm import layer_norm_kernel, layer_norm_schedule
-from minifused.kernels.limits import shared_memory_limit
+from minifused.kernels.limits import ITEM_BYTES, shared_memory_limit
 from minifused.kernels.print_tile import COLUMNS, print_tile
 from minifused.kernels.row_softmax import row_softmax_kernel, row_softmax_schedule
 from minifused.kernels.row_softmax_pieces import piece_sums_kernel, piece_values_kernel
@@ -145,6 +148,8 @@ def _kernel_of_linear(tile: Tile, dtype: str, w: LinearWorkload) -> str:
             return "gemv"
         if 2 <= w.m <= swap_gemm.MAX_ROWS and tile.capability >= 80:
             return "swap_gemm"
+        if gemm_sm90.fits(tile.capability, ITEM_BYTES[dtype], w.m, w.n, w.k):
+            return "gemm_sm90"
     most = MAX_SKINNY_ROWS["cuda" if tile.is_cuda else "cpu"]
     return "skinny_gemm" if w.m <= most else "gemm"
 
@@ -169,6 +174,13 @@ def _swap(tile: Tile, dtype: str, w: LinearWorkload) -> tuple[Callable, tuple, A
     ahead = True  # no kernel writes the weights
     choose = schedule.swap_schedule
     builder, static, chosen = _linear(swap_gemm.swap_gemm_kernel, choose, tile, dtype, w)
+    return builder, (*static, ahead), chosen
+
+
+def _ring_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> tuple[Callable, tuple, Any]:
+    """As the model calls it."""
+    ahead = True  # no kernel writes the weights
+    builder, static, chosen = _linear(gemm_sm90_kernel, ring_gemm_schedule, tile, dtype, w)
     return builder, (*static, ahead), chosen
 
 
@@ -241,6 +253,7 @@ KERNELS: dict[str, Kernel] = {
     "gemm": Kernel(
         _mlp_in(1024), ("m", "n", "k"), partial(_linear, gemm_kernel, schedule.gemm_schedule)
     ),
+    "gemm_sm90": Kernel(_mlp_in(1024), ("m", "n", "k"), _ring_gemm),
     "skinny_gemm": Kernel(
         _mlp_in(1),
         ("m", "n", "k"),

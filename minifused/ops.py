@@ -26,6 +26,8 @@ from minifused.kernels.embed import takes_follow as embed_takes_follow
 from minifused.kernels.epilogue import ACTIVATIONS
 from minifused.kernels.flash_attention import flash_attention as flash_attention_kernel
 from minifused.kernels.gemm import gemm as gemm_kernel
+from minifused.kernels.gemm_sm90 import gemm_sm90 as gemm_sm90_kernel
+from minifused.kernels.gemm_sm90 import takes as gemm_sm90_takes
 from minifused.kernels.gemv import gemv as gemv_kernel
 from minifused.kernels.gemv import norm_sums as gemv_norm_sums
 from minifused.kernels.gemv import takes as gemv_takes
@@ -172,6 +174,8 @@ def _launch_linear(x, weight, bias, activation, residual, constant, *, out) -> N
         gemv_kernel(*arguments, ahead=ahead)
     elif swap_gemm_takes(x.shape[0], weight):
         swap_gemm_kernel(*arguments, ahead)
+    elif gemm_sm90_takes(x.shape[0], weight):
+        gemm_sm90_kernel(*arguments, ahead)
     elif x.shape[0] <= MAX_SKINNY_ROWS[x.device.type]:
         skinny_gemm_kernel(*arguments)
     else:

@@ -136,6 +136,7 @@ def _layer_norm(i: Inputs) -> Arguments:
 
 ARGUMENTS: dict[str, Callable[[Any], Arguments]] = {
     "gemm": _linear,
+    "gemm_sm90": _linear,
     "skinny_gemm": _linear,
     "swap_gemm": _linear,
     "gemv": _gemv,

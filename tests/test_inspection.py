@@ -70,7 +70,7 @@ RING = {"mma.sync", "ldmatrix", "TMA loads", "mbarrier waits", "mbarrier arrival
 
 @pytest.mark.parametrize("arch", TENSOR_KINDS)
 def test_instructions_of_gemm(arch):
-    assert kinds("gemm", arch) == TENSOR_KINDS[arch]
+    assert kinds("gemm_sm90" if arch == "sm_90a" else "gemm", arch) == TENSOR_KINDS[arch]
 
 
 @pytest.mark.parametrize("arch", TENSOR_KINDS)
@@ -103,15 +103,16 @@ def test_instructions_of_swap_gemm(arch, wanted):
 
 def test_every_kernel_is_covered():
     attention = {"flash_attention", "flash_attention_sm90"}
-    assert set(KERNELS) == {"gemm", *attention, "swap_gemm", *ROWS, *OF_A_GPU}
+    products = {"gemm", "gemm_sm90", "swap_gemm"}
+    assert set(KERNELS) == {*attention, *products, *ROWS, *OF_A_GPU}
 
 
 # Which kernel runs
 
 
 @pytest.mark.parametrize(
-    ("kernel", "dtype"), [(k, "float32") for k in ("skinny_gemm", "decode_attention")]
-    + [(k, "bfloat16") for k in KERNELS if k not in ("skinny_gemm", "decode_attention")],
+    ("kernel", "dtype"), [(k, "float32") for k in ("gemm", "skinny_gemm", "decode_attention")]
+    + [(k, "bfloat16") for k in KERNELS if k not in ("gemm", "skinny_gemm", "decode_attention")],
 )  # fmt: skip
 def test_the_default_on_a_gpu_is_what_runs(kernel, dtype):
     case = make_case(kernel, "sm_90a")
@@ -147,7 +148,8 @@ ROUTES = [  # m, k, dtype, kernel on sm_90a
     (1, 768, "float32", "skinny_gemm"),
     (2, 768, "bfloat16", "swap_gemm"),
     (128, 768, "float16", "swap_gemm"),
-    (129, 768, "bfloat16", "gemm"),
+    (129, 768, "bfloat16", "gemm_sm90"),
+    (129, 769, "bfloat16", "gemm"),
     (16, 301, "bfloat16", "skinny_gemm"),
     (17, 301, "bfloat16", "gemm"),
     (16, 768, "float32", "skinny_gemm"),
@@ -230,7 +232,7 @@ def test_decoding_goes_where_ops_sends_it(dtype, gpu_without_one):
 # Resources
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
 def test_shared_memory_of_gemm_is_that_of_its_stages(arch):
     chosen = make_case("gemm", arch).schedule
     stage = (chosen.block_m + chosen.block_n) * chosen.block_k * 2
@@ -238,7 +240,7 @@ def test_shared_memory_of_gemm_is_that_of_its_stages(arch):
 
 
 def test_the_producer_warps_are_threads_of_the_block_too():
-    assert facts("gemm", "sm_90a")["threads a block"] == 256 + 128
+    assert facts("gemm", "sm_90a")["threads a block"] == 128 + 128
     assert facts("gemm", "sm_80")["threads a block"] == 256
     assert facts("gemm", "c")["threads a block"] == 1
 
@@ -267,7 +269,7 @@ def test_a_single_element_is_the_widest_access_where_there_is_no_other():
 
 
 def test_sizes_and_schedule_can_be_others():
-    case = make_case("gemm", "sm_90a", "float16", "m=256,n=128", "num_stages=2")
+    case = make_case("gemm", "sm_100a", "float16", "m=256,n=128", "num_stages=2")
     assert case.sizes == {"m": 256, "n": 128, "k": 768}
     assert (case.schedule.block_m, case.schedule.num_stages) == (128, 2)
     assert case.static[:3] == (128, 768, "float16")
@@ -319,11 +321,11 @@ def test_schedules_of_two_kinds_are_shown_beside_each_other(without_tools, capsy
 
 
 def test_a_schedule_beside_another_and_one_that_does_not_fit(without_tools, capsys):
-    SCRIPT["main"](["gemm", "--arch=sm_90a", "--diff-schedule=num_stages=9"])
+    SCRIPT["main"](["gemm", "--arch=sm_100a", "--diff-schedule=num_stages=9"])
     captured = capsys.readouterr()
     (row,) = [line for line in captured.out.splitlines() if "dynamic shared" in line]
     assert row.split()[-2:] == ["196608", str(9 * (128 + 256) * 64 * 2)] and row[0] == "*"
-    assert captured.err.startswith("warning: 442368 bytes of shared memory do not fit sm_90a")
+    assert captured.err.startswith("warning: 442368 bytes of shared memory do not fit sm_100a")
 
 
 def test_json_has_the_cases_and_their_facts(without_tools, capsys):
@@ -537,7 +539,7 @@ def test_profile_on_a_gpu(kernel, capsys):
         (["row_softmax", "--arch=sm_90a", "--shape=n=9,valid=10"], "takes 1 to 9"),
         (["gemm", "--arch=c", "--dtype=bfloat16"], "kernels for c are float32"),
         (["gemm", "--arch=sm_90a", "--diff-schedule=block_q=1"], "a name of block_m, block_n"),
-        (["gemm", "--arch=sm_90a", "--diff-schedule=block_m=7"], "divisible by 16"),
+        (["gemm", "--arch=sm_100a", "--diff-schedule=block_m=7"], "divisible by 16"),
         (["append_kv", "--arch=c", "--ptx"], "a GPU's"),
         (["append_kv", "--arch=sm_90a", "--ptx"], "no nvcc found"),
         (["append_kv", "--arch=sm_75", "--profile"], "this machine is no sm_75: give --arch"),

@@ -230,8 +230,8 @@ def test_every_space_of_a_cpu_has_some_that_fit(name):
         assert 2 <= len(usable) <= 40
 
 
-ONLY_16_BITS = {"gemv", "swap_gemm", "flash_attention_sm90"}
-ONLY_FLOAT32 = {"skinny_gemm", "decode_attention"}
+ONLY_16_BITS = {"gemv", "swap_gemm", "gemm_sm90", "flash_attention_sm90"}
+ONLY_FLOAT32 = {"gemm", "skinny_gemm", "decode_attention"}  # on sm_90
 
 
 @pytest.mark.parametrize(
@@ -345,6 +345,7 @@ def test_how_a_grid_fills_a_gpu():
 SAMPLES = [
     ("gemm", GEMM, torch.bfloat16, 2),
     ("gemm", GEMM, torch.float32, 1),
+    ("gemm_sm90", GEMM, torch.bfloat16, 2),
     ("skinny_gemm", LinearWorkload("few rows", 4, 768, 768), torch.float32, 1),
     ("swap_gemm", LinearWorkload("few rows", 4, 768, 768), torch.bfloat16, 3),
     ("gemv", LinearWorkload("one row", 1, 768, 768), torch.bfloat16, 3),
@@ -459,10 +460,14 @@ def test_a_softmax_is_tuned_and_told(capsys):
 
 def test_the_list_times_nothing(capsys, monkeypatch):
     monkeypatch.setattr(worker.Worker, "_start", None)
-    assert main("gemm", "--shape", "2048,2048,2048", "--list", "--arch", "sm_90a") == 0
+    assert main("gemm_sm90", "--shape", "2048,2048,2048", "--list", "--arch", "sm_90a") == 0
+    assert re.search(
+        r"over budget: \d+ bytes of shared memory, and sm_90a", capsys.readouterr().out
+    )
+    assert main("gemm", "--shape", "2048,2048,2048", "--list", "--arch", "sm_100a") == 0
     out, _ = capsys.readouterr()
     assert "128  256   64       4      256       10     128" in out
-    assert re.search(r"over budget: \d+ bytes of shared memory, and sm_90a has 231424", out)
+    assert re.search(r"over budget: \d+ bytes of shared memory, and sm_100a has 231424", out)
     assert re.search(r"\d+ to compile, \d+ refused$", out.strip())
     assert main("gemv", "--shape", "768,768", "--list", "--arch", "sm_90a") == 0
     assert re.search(r"\d+ to compile, 0 refused$", capsys.readouterr().out.strip())

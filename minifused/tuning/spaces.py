@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from minifused.kernels.gemm_sm90_rule import SMS
 from minifused.kernels.gemv_row import STRIDE
 from minifused.kernels.limits import ITEM_BYTES, has_bulk_copies
 from minifused.kernels.schedule import (
@@ -16,6 +17,7 @@ from minifused.kernels.schedule import (
     FlashSchedule,
     GemmSchedule,
     GemvSchedule,
+    RingGemmSchedule,
     RowSchedule,
     SkinnySchedule,
     SwapSchedule,
@@ -57,6 +59,19 @@ def _gemm_on_tensor_cores(w: LinearWorkload) -> Iterator[GemmSchedule]:
         if threads == (384 if m == 192 else 128) or (threads == 256 and m % 128 == 0):
             for swizzle in (SWIZZLE, 0) if k == 64 and stages > 2 else (SWIZZLE,):
                 yield GemmSchedule(m, n, k, stages, threads, swizzle)
+
+
+def ring_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[RingGemmSchedule]:
+    """Blocks that share an SM, or resident ones, whose warpgroups may take turns."""
+    panels = (0, 8, 16) if w.m > 1024 else (0,)
+    for m, n, stages in product((64, 128), (64, 96, 128, 160, 192), (3, 4, 6)):
+        for blocks in (1, 2, 3):
+            yield RingGemmSchedule(m, n, stages, m // 64, blocks, swizzle=panels[-1])
+    for stages, swizzle in product((3, 4), panels):
+        for m, n in ((128, 256), (256, 128), (128, 192), (128, 160)):
+            yield RingGemmSchedule(m, n, stages, 2, 1, SMS, swizzle=swizzle, registers=240)
+        for m, n in ((128, 128), (64, 256), (64, 192)):
+            yield RingGemmSchedule(m, n, stages, 2, 1, SMS, True, swizzle, 240)
 
 
 def skinny_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SkinnySchedule]:

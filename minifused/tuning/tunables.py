@@ -213,6 +213,10 @@ TUNABLES = {
             _linear_arguments, _linear_blocks, _MNK, _square,
         ),
         Tunable(
+            "gemm_sm90", "linear", RECIPES["gemm_sm90"], spaces.ring_gemm, _gemm_bucket,
+            _linear_arguments, _linear_blocks, _MNK, _square,
+        ),
+        Tunable(
             "skinny_gemm", "linear", RECIPES["skinny_gemm"], spaces.skinny_gemm, _skinny_bucket,
             _linear_arguments, _linear_blocks, _MNK, _square,
         ),
