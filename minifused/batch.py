@@ -10,7 +10,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -77,6 +76,7 @@ class Batch:
         new = self._zeros
         self.prompt = new(torch.int64, size, capacity)
         self.request = new(torch.int64, 4, size)  # what `begin` is told: see `_accept`
+        self._staging = Staging(self.prompt, self.request)
         self.lengths = new(torch.int32, size)  # of the prompts
         self.tokens = new(torch.int64, size, 1)  # the next ones to read
         self.going = new(torch.int32, size)  # 1 where a row goes on, otherwise 0
@@ -111,15 +111,10 @@ class Batch:
             samples: the number of each row's random stream.
             steps: how many tokens each row may get.
         """
-        spare = [0] * (self.size - len(prompts))
         lengths = [len(prompt) for prompt in prompts]
         self.longest = max(lengths)
-        if not isinstance(prompts, Tensor):
-            prompts = _pinned(_padded(prompts, self.longest), self.device)
-        self.prompt[: len(lengths), : self.longest].copy_(prompts, non_blocking=True)
         rows = (lengths, steps, samples, [seed] * len(lengths))
-        request = torch.tensor([[*row, *spare] for row in rows], dtype=torch.int64)
-        self.request.copy_(_pinned(request, self.device), non_blocking=True)
+        self._staging.send(prompts, rows)
 
     def run(self, count: int) -> Iterator[Step]:
         """Prefill, then decode, `count` steps in all; the caller may `stop` rows, or break off."""
@@ -251,18 +246,35 @@ class Batch:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
 
-def _padded(prompts: Sequence[Sequence[int]], length: int) -> Tensor:
-    """(rows, length) int64, with anything behind a prompt's end."""
-    flat = array("q")
-    for prompt in prompts:
-        flat.extend(prompt)
-        flat.extend(repeat(0, length - len(prompt)))
-    return torch.frombuffer(flat, dtype=torch.int64).view(-1, length)
+class Staging:
+    """Where the host leaves a request, page-locked: its copy to a GPU keeps nobody waiting."""
 
+    def __init__(self, prompt: Tensor, request: Tensor):
+        self._targets = prompt, request
+        self._sources = tuple(
+            torch.zeros(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in self._targets
+        )
+        self._sent = torch.cuda.Event() if prompt.is_cuda else None
 
-def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """In page-locked memory, from where a copy to a GPU keeps nobody waiting."""
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+    def send(
+        self, prompts: Sequence[Sequence[int]] | Tensor, rows: Sequence[Sequence[int]]
+    ) -> None:
+        """Copy prompts, or take them from the device, and `rows` (4, up to size) of the request."""
+        (prompt, request), (prompt_here, request_here) = self._targets, self._sources
+        if self._sent is not None:
+            self._sent.synchronize()  # the last request may still be on its way
+        count = len(prompts)
+        request_here.zero_()
+        request_here[:, :count] = torch.tensor([list(row) for row in rows])
+        request.copy_(request_here, non_blocking=True)
+        if isinstance(prompts, Tensor):
+            prompt[:count, : prompts.shape[1]].copy_(prompts)
+        else:
+            for row, ids in enumerate(prompts):
+                prompt_here[row, : len(ids)] = torch.frombuffer(array("q", ids), dtype=torch.int64)
+            prompt[:count].copy_(prompt_here[:count], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
 
 
 class Chunk:

@@ -144,16 +144,16 @@ def test_work_of_a_model_by_hand():
 
 
 def test_a_wrong_kernel_stops_the_run_before_any_timing(monkeypatch, no_timing):
-    linear = ops.linear
+    add_linear = ops.add_linear
 
-    def without_bias(x, weight, bias=None, *arguments, **named):
-        return linear(x, weight, None, *arguments, **named)
+    def without_bias(x, y, weight, bias, *arguments):
+        return add_linear(x, y, weight, None, *arguments)
 
     subject = dataclasses.replace(SUBJECT)
     weights = SUBJECT.weights(CPU, torch.float32)
     weights["h.0.attn.c_proj.bias"] = torch.randn(40, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(Subject, "weights", lambda *_: weights)
-    monkeypatch.setattr(ops, "linear", without_bias)
+    monkeypatch.setattr(ops, "add_linear", without_bias)
     journal = Journal(None, False)
     with pytest.raises(WrongResultError, match="minifused is past its bound"):
         run_cases([ModelCase(subject, 2, 20, 8, OURS_AND_EAGER)], setting(journal=journal))
