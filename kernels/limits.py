@@ -182,6 +182,7 @@ def _on_cuda(tile: Tile, kernel: str, dtype: str, s: Any, head_dim: int) -> Iter
         yield from _flash_warps(s)
     if kernel == "gemm_sm90":
         yield from _ring_gemm_warps(s)
+    if kernel in ("flash_attention_sm90", "gemm_sm90"):
         memory = shared_memory_limit(tile) + 2048  # an SM's, of which a block costs 1 KiB more
         if s.min_blocks * (shared + 1024) > memory:
             yield f"{s.min_blocks} blocks of {shared} bytes of shared memory do not fit on an SM"

@@ -118,7 +118,10 @@ BY_WORKLOAD: dict[type, str] = {
     VectorAddWorkload: "vector_add",
 }
 LAST_OF_ITS_OPERATION = {"piece_sums": "piece_values"}  # of several launches
-OWN_FORM = {"flash_attention": "flash_attention_sm90"}  # an architecture's, of the same signature
+OWN_FORM = {  # an architecture's, of the same signature
+    "flash_attention": "flash_attention_sm90",
+    "gemm": "gemm_sm90",
+}
 
 
 def kernel_of(tile: Tile, dtype: str, w: Workload) -> str:

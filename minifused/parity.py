@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -341,7 +342,10 @@ def _layers_and_logits(model: GPTModel | Twin, tokens: Tensor) -> dict[str, Tens
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable:
-        return lambda module, inputs, output: outputs.update({name: output})
+        def hook(module: Any, inputs: Any, output: Tensor | ops.Stream) -> None:
+            outputs[name] = output.x if isinstance(output, ops.Stream) else output
+
+        return hook
 
     hooks = [
         block.register_forward_hook(keep(f"layer h.{layer}")) for layer, block in enumerate(model.h)

@@ -70,7 +70,7 @@ RING = {"mma.sync", "ldmatrix", "TMA loads", "mbarrier waits", "mbarrier arrival
 
 @pytest.mark.parametrize("arch", TENSOR_KINDS)
 def test_instructions_of_gemm(arch):
-    assert kinds("gemm_sm90" if arch == "sm_90a" else "gemm", arch) == TENSOR_KINDS[arch]
+    assert kinds("gemm", arch) == TENSOR_KINDS[arch]
 
 
 @pytest.mark.parametrize("arch", TENSOR_KINDS)
@@ -111,13 +111,13 @@ def test_every_kernel_is_covered():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "dtype"), [(k, "float32") for k in ("gemm", "skinny_gemm", "decode_attention")]
-    + [(k, "bfloat16") for k in KERNELS if k not in ("gemm", "skinny_gemm", "decode_attention")],
+    ("kernel", "dtype"), [(k, "float32") for k in ("skinny_gemm", "decode_attention")]
+    + [(k, "bfloat16") for k in KERNELS if k not in ("skinny_gemm", "decode_attention")],
 )  # fmt: skip
 def test_the_default_on_a_gpu_is_what_runs(kernel, dtype):
     case = make_case(kernel, "sm_90a")
     runs = inspection.kernel_of(case.tile, case.dtype, case.workload)
-    stand_ins = {"piece_sums": "piece_values", "flash_attention": "flash_attention_sm90"}
+    stand_ins = {"piece_sums": "piece_values", **inspection.OWN_FORM}
     assert (runs, case.dtype) == (stand_ins.get(kernel, kernel), dtype)
 
 
@@ -240,7 +240,7 @@ def test_shared_memory_of_gemm_is_that_of_its_stages(arch):
 
 
 def test_the_producer_warps_are_threads_of_the_block_too():
-    assert facts("gemm", "sm_90a")["threads a block"] == 128 + 128
+    assert facts("gemm", "sm_90a")["threads a block"] == 256 + 128
     assert facts("gemm", "sm_80")["threads a block"] == 256
     assert facts("gemm", "c")["threads a block"] == 1
 

@@ -231,7 +231,7 @@ def test_every_space_of_a_cpu_has_some_that_fit(name):
 
 
 ONLY_16_BITS = {"gemv", "swap_gemm", "gemm_sm90", "flash_attention_sm90"}
-ONLY_FLOAT32 = {"gemm", "skinny_gemm", "decode_attention"}  # on sm_90
+ONLY_FLOAT32 = {"skinny_gemm", "decode_attention"}
 
 
 @pytest.mark.parametrize(
