@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
+from minifused.kernels.ring_load import load_step
 from minifused.kernels.schedule import RingGemmSchedule
 
 WARPGROUP = 128
@@ -56,7 +57,7 @@ def place(at, index, schedule: RingGemmSchedule, m, n):
 def load_weights_ahead(r: Ring, col):
     """Ask for W of the first steps, before anything that a kernel may still write is read."""
     for i in T.serial(min(r.steps, r.schedule.num_stages)):
-        _load(r.W, col, i, r.W_slots, r.full, r.slot(i), 0)
+        load_step(r.W, col, i, r.W_slots, r.full, r.slot(i), 0)
 
 
 @T.macro
@@ -68,21 +69,10 @@ def load(r: Ring, row, col, begin, ahead):
         T.barrier_wait(r.free[slot], r.turn(i) ^ 1)  # at first all are free
         if ahead:
             if i >= min(r.steps, r.schedule.num_stages):
-                _load(r.W, col, ko, r.W_slots, r.full, slot, 0)
+                load_step(r.W, col, ko, r.W_slots, r.full, slot, 0)
         else:
-            _load(r.W, col, ko, r.W_slots, r.full, slot, 0)
-        _load(r.A, row, ko, r.A_slots, r.full, slot, 1)
-
-
-@T.macro
-def _load(X, row, step, slots, full, slot, arrive):
-    stop, cols, note = row + slots.shape[1], slots.shape[2], {"emit_arrive": arrive}
-    T.tma_copy(
-        X[row:stop, step * cols : (step + 1) * cols],
-        slots[slot, :, :],
-        barrier=full[slot],
-        annotations=note,
-    )
+            load_step(r.W, col, ko, r.W_slots, r.full, slot, 0)
+        load_step(r.A, row, ko, r.A_slots, r.full, slot, 1)
 
 
 @T.macro

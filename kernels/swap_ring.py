@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
+from minifused.kernels.ring_load import load_step
 from minifused.kernels.schedule import SwapSchedule
 
 
@@ -39,24 +40,13 @@ def fill(ring, load):
 def load_weights(ring, i):
     """Ask for the weights of step i; the slot's barrier is to wait for their bytes."""
     row = ring.first + i // ring.steps * ring.W_slots.shape[1]
-    _load(ring.W, row, i % ring.steps, ring.W_slots, ring.full, i % ring.stages, 0)
+    load_step(ring.W, row, i % ring.steps, ring.W_slots, ring.full, i % ring.stages, 0)
 
 
 @T.macro
 def load_rows(ring, i):
     """Ask for the rows of step i, and arrive."""
-    _load(ring.A, ring.row, i % ring.steps, ring.A_slots, ring.full, i % ring.stages, 1)
-
-
-@T.macro
-def _load(X, row, step, slots, full, slot, arrive):
-    stop, cols, note = row + slots.shape[1], slots.shape[2], {"emit_arrive": arrive}
-    T.tma_copy(
-        X[row:stop, step * cols : (step + 1) * cols],
-        slots[slot, :, :],
-        barrier=full[slot],
-        annotations=note,
-    )
+    load_step(ring.A, ring.row, i % ring.steps, ring.A_slots, ring.full, i % ring.stages, 1)
 
 
 def _share(steps: int, group: int, groups: int) -> int:

@@ -216,11 +216,16 @@ def check(m, n, k, epilogue, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("m", [129, 130, 200, 511, 1000, 1025, 3000, 9000])
 @pytest.mark.parametrize(("n", "k"), [(768, 768), (1600, 200), (72, 72), (8, 1600), (3080, 8)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @on_sm90
-def test_shapes(m, n, k, dtype):
-    check(m, n, k, EPILOGUES["gelu_tanh"], dtype)
-    check(m, n, k, EPILOGUES["residual"], dtype)
+def test_shapes(m, n, k):
+    check(m, n, k, EPILOGUES["residual"])
+
+
+@pytest.mark.parametrize("m", [130, 1025])
+@pytest.mark.parametrize(("n", "k"), [(1600, 200), (72, 72)])
+@on_sm90
+def test_shapes_in_float16(m, n, k):
+    check(m, n, k, EPILOGUES["gelu_tanh"], torch.float16)
 
 
 @on_epilogues
