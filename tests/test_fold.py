@@ -184,12 +184,12 @@ def lowered(case, m, width=768):
     return source[source.rindex("__launch_bounds__") :], chosen
 
 
-on_each_case = pytest.mark.parametrize("case", CASES)
-on_rows = pytest.mark.parametrize("m", [8, 128])
+on_each_case = pytest.mark.parametrize(
+    ("case", "m"), [*((case, 8) for case in CASES), ("qkv", 128), ("fc2", 128)]
+)
 
 
 @on_each_case
-@on_rows
 def test_only_constants_are_read_ahead_of_the_kernel_before(case, m):
     source, _ = lowered(case, m)
     before, _ = source.split("cudaGridDependencySynchronize", 1)
@@ -202,7 +202,6 @@ def test_only_constants_are_read_ahead_of_the_kernel_before(case, m):
 
 
 @on_each_case
-@on_rows
 def test_barriers_are_for_all_threads(case, m):
     source, chosen = lowered(case, m)
     assert all("partial" in barrier for _, barrier in split_barriers(source))  # of a group
@@ -211,7 +210,6 @@ def test_barriers_are_for_all_threads(case, m):
 
 
 @pytest.mark.parametrize("case", ["qkv", "fc1", "head"])
-@on_rows
 def test_moments_are_on_their_way_before_the_rows_and_merged_before_a_wait(case, m):
     source, _ = lowered(case, m)
     (load,) = re.finditer(r"\*\(float4\*\)\(x \+ .*= \*\(float4\*\)\(stats \+", source)
@@ -221,7 +219,6 @@ def test_moments_are_on_their_way_before_the_rows_and_merged_before_a_wait(case,
 
 
 @pytest.mark.parametrize("case", ["o", "fc2"])
-@on_rows
 def test_a_rows_moments_are_summed_within_a_warp(case, m):
     source, _ = lowered(case, m)
     sums = re.findall(r"AllReduce<tl::SumOp, (\d+), 1, ", source)

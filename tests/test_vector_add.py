@@ -93,15 +93,6 @@ def test_16_bits_on_a_cpu_are_added_in_float32(dtype):
     check(draw(100), draw(100))
 
 
-@pytest.mark.parametrize("overload", ["default", "out"])
-@on_each_device
-def test_opcheck(overload, device):
-    draw = normal(device)
-    options = {"out": torch.empty(5, 7, device=device)} if overload == "out" else {}
-    operator = getattr(torch.ops.minifused.vector_add, overload)
-    torch.library.opcheck(operator, (draw(5, 7), draw(5, 7)), options)
-
-
 @needs_cuda
 def test_more_than_2_31_elements():
     n = (1 << 31) + BLOCK + 1
