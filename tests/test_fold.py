@@ -209,6 +209,7 @@ def test_barriers_are_for_all_threads(case, m):
         assert source.count("__syncthreads") == 3
 
 
+@pytest.mark.parametrize("m", [8])
 @pytest.mark.parametrize("case", ["qkv", "fc1", "head"])
 def test_moments_are_on_their_way_before_the_rows_and_merged_before_a_wait(case, m):
     source, _ = lowered(case, m)
@@ -218,6 +219,7 @@ def test_moments_are_on_their_way_before_the_rows_and_merged_before_a_wait(case,
     assert source.count("__shfl_xor_sync") == 2
 
 
+@pytest.mark.parametrize("m", [8])
 @pytest.mark.parametrize("case", ["o", "fc2"])
 def test_a_rows_moments_are_summed_within_a_warp(case, m):
     source, _ = lowered(case, m)
