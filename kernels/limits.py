@@ -29,6 +29,7 @@ REGISTERS_AN_SM = 65536
 SPARE_REGISTERS = 40  # of one that computes, beside those for its part of a tile
 CHUNK = 64  # 16-bit columns in a row of 128 bytes, which TMA swizzles
 PRODUCER_THREADS = 128  # that TileLang adds to a block whose copies it gives warps of their own
+MAX_GROUPS = 8  # of warps, a named barrier each: TileLang's begin at 3
 MAX_ACCUMULATORS = 192  # float32 a thread: it has 255 registers, for addresses and operands too
 PRODUCER_REGISTERS = 24  # a thread of its warpgroup that loads: the fewest there are
 FLASH_REGISTERS = 24  # a thread of flash_attention_sm90 needs beside its tiles
@@ -230,6 +231,8 @@ def _swap_groups(s: SwapSchedule) -> Iterator[str]:
     if s.num_threads % (32 * s.groups) or s.groups & (s.groups - 1):
         yield f"{s.groups} groups of {s.num_threads} threads: expected a power of 2 of whole warps"
         return
+    if s.groups > MAX_GROUPS:
+        yield f"{s.groups} groups: each has a named barrier, of which there are 16 (bar in PTX)"
     if s.block_n & (s.block_n - 1):
         yield f"{s.block_n} rows of W: the width of a residual stream's parts is a power of 2"
     if s.num_stages < s.groups:

@@ -318,6 +318,8 @@ def test_what_is_over_budget_or_breaks_a_rule_is_refused():
         (gemv(16, 1, 1, 5), "5 blocks of 512 threads do not fit"),
     ]:
         assert reason in limits.violation(Tile("sm_90a"), "gemv", "bfloat16", refused)
+    groups = schedule.SwapSchedule(16, 16, 64, 32, 512, 1, 16)
+    assert "named barrier" in limits.violation(Tile("sm_90a"), "swap_gemm", "bfloat16", groups)
     rows = limits.violation(Tile("sm_90a"), "layer_norm", "bfloat16", RowSchedule(768, 96))
     assert "power of 2" in rows
 
