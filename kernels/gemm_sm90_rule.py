@@ -24,6 +24,10 @@ FORMS = (
     RingGemmSchedule(64, 128, 4, 1, min_blocks=2),
     RingGemmSchedule(64, 64, 6, 1, min_blocks=2),
 )
+# As measured, where the model has no form as good: a head, and one round of small tiles.
+HEAD = RingGemmSchedule(128, 128, 4, 2, resident=SMS, ping_pong=True, swizzle=8, registers=240)
+ONE_ROUND = RingGemmSchedule(128, 64, 8, 2)
+HEAD_COLUMNS = 16384
 
 
 def ring_gemm_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> RingGemmSchedule:
@@ -34,8 +38,12 @@ def _rule(m: int, n: int, k: int) -> RingGemmSchedule:
     """That of the most rows that share a bucket, so that these compile once."""
     rows = min(buckets.ceiling(m, buckets.GEMM_ROWS), 2 * buckets.GEMM_ROWS[-1])
     best = min(FORMS, key=lambda form: _clocks(form, rows, n, k))
+    if n >= HEAD_COLUMNS:
+        best = HEAD
+    elif SMS // 2 < -(-rows // ONE_ROUND.block_m) * -(-n // ONE_ROUND.block_n) <= SMS:
+        best = ONE_ROUND
     swizzle = 0 if rows * k * 2 <= L2_MATRIX else 16
-    return replace(best, swizzle=swizzle)
+    return replace(best, swizzle=best.swizzle or swizzle)
 
 
 def _clocks(s: RingGemmSchedule, m: int, n: int, k: int) -> float:

@@ -19,9 +19,7 @@ from minifused.kernels.tile import Tile
 F32, BF16, F16 = "float32", "bfloat16", "float16"
 SM90 = Tile("sm_90a")
 FORMS = {f"{s.block_m}x{s.block_n}": s for s in gemm_sm90_rule.FORMS}
-FORMS["ping_pong"] = RingGemmSchedule(
-    128, 128, 4, 2, resident=132, ping_pong=True, swizzle=8, registers=240
-)
+FORMS |= {"ping_pong": gemm_sm90_rule.HEAD, "deep": gemm_sm90_rule.ONE_ROUND}
 on_forms = pytest.mark.parametrize("chosen", FORMS.values(), ids=FORMS)
 EPILOGUES = {  # activation, bias, residual, dtype of the result
     "none": (None, False, False, BF16),
