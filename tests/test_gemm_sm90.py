@@ -129,8 +129,9 @@ def lowered(chosen, n=768, k=768, epilogue=EPILOGUES["gelu_tanh"], ahead=True):
     return artifact.kernel_source, int(function.attrs["dyn_shared_memory_buf"])
 
 
-@on_forms
-def test_it_is_warp_specialised_and_asynchronous(chosen):
+@pytest.mark.parametrize("form", ["128x256", "128x128", "64x64", "ping_pong", "deep"])
+def test_it_is_warp_specialised_and_asynchronous(form):
+    chosen = FORMS[form]
     source, shared = lowered(chosen)
     assert f"__launch_bounds__({chosen.num_threads}, {chosen.min_blocks})" in source
     given = re.findall(r"warpgroup_reg_(?:de)?alloc<(\d+)>", source)

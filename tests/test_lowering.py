@@ -85,25 +85,6 @@ def swap(tile, dtype, m=8, n=2304, k=768):
     return swap_gemm_kernel, tile, n, k, dtype, F32, "gelu_tanh", True, True, True, chosen
 
 
-def deep_swap(tile, dtype):
-    return swap(tile, dtype, n=768, k=3072)
-
-
-def folded_swap(tile, dtype, m=8, n=2304, k=768):
-    chosen = schedule.swap_schedule(tile, m, n, k, dtype)
-    return (
-        swap_gemm_kernel, tile, n, k, dtype, dtype, None, False, False, True, chosen, True,
-        (16, 1e-5),
-    )  # fmt: skip
-
-
-def followed_swap(tile, dtype, m=8, n=768, k=3072):
-    chosen = schedule.swap_schedule(tile, m, n, k, dtype)
-    return (
-        swap_gemm_kernel, tile, n, k, dtype, F32, None, True, True, True, chosen, False, None, True,
-    )  # fmt: skip
-
-
 def gemv(tile, dtype, n=768, k=768):
     chosen = schedule.gemv_schedule(tile, n, k, dtype, False)
     return gemv_kernel, tile, n, k, dtype, F32, None, True, True, None, None, False, True, chosen
@@ -145,9 +126,6 @@ def embed(tile, dtype):
 # What each may read before the kernels launched earlier have ended: what they do not write.
 OF_A_STEP = {
     swap: {"W", "bias"},
-    deep_swap: {"W", "bias"},
-    folded_swap: {"W", "sums"},
-    followed_swap: {"W", "bias", "gain"},
     gemv: {"W", "bias"},
     normed_gemv: {"W", "bias", "gain", "sums"},
     merged_gemv: {"W", "bias"},
@@ -202,7 +180,6 @@ EXPECTED = {
 ATTENTION_CASES = {
     **{("bfloat16", 64, arch): EXPECTED[arch] for arch in ARCHS},
     ("bfloat16", 128, "sm_90a"): EXPECTED["sm_90a"],
-    ("bfloat16", 8, "sm_90a"): EXPECTED["sm_90a"],
     ("bfloat16", 63, "sm_90a"): {"wgmma"},
     ("float32", 64, "sm_90a"): {"tma_load", "tma_store", "warp_specialised"},
 }

@@ -46,11 +46,8 @@ DEEP = RowSchedule(128, 16)  # two
 
 # Columns, valid columns, sizes and how many blocks are to share the shared memory.
 CASES = {
-    "one column": (1, 1, SMALL, 1),
     "no whole vector": (3, 2, SMALL, 1),
-    "aligned": (128, 128, SMALL, 1),
     "each row begins elsewhere": (257, 257, DEEP, 1),
-    "a whole step in some rows only": (129, 129, DEEP, 1),
     "two steps and a tail": (275, 275, DEEP, 1),
     "a row partly kept": (1003, 1003, SMALL, 10),
     "a row not kept": (275, 275, DEEP, 1 << 20),

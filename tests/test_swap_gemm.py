@@ -60,8 +60,8 @@ def run_on_cpu(x, weight, bias, activation, residual, chosen):
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "tiles"),
-    [(3, 77, 200, 1), (17, 33, 70, 2), (5, 300, 70, 2)],
-    ids=["tails", "last_block_short_of_tiles", "many_blocks"],
+    [(17, 33, 70, 2), (5, 300, 70, 2)],
+    ids=["last_block_short_of_tiles", "many_blocks"],
 )
 def test_tiles_cover_all_once(m, n, k, tiles):
     draw = normal()
@@ -71,9 +71,9 @@ def test_tiles_cover_all_once(m, n, k, tiles):
     assert_within_bound(out, formula(*doubles(*given)), formula(*given))
 
 
-@pytest.mark.parametrize("epilogue", EPILOGUES.values(), ids=EPILOGUES)
+@pytest.mark.parametrize("epilogue", ["none", "all"])
 def test_the_epilogue_comes_after_the_sum(epilogue):
-    activation, has_bias, has_residual = epilogue
+    activation, has_bias, has_residual = EPILOGUES[epilogue]
     draw = normal()
     given = (
         draw(4, 64), draw(40, 64, std=0.2), draw(40) if has_bias else None, activation,
@@ -137,6 +137,11 @@ def lowered(tile, m, n, k, out_dtype=F32, activation=None, has_bias=True, has_re
     return source[source.rindex("__launch_bounds__") :], chosen, shared
 
 
+def of_gpt2(case, m):
+    n, k, activation, has_bias, has_residual, out_dtype = GPT2[case]
+    return lowered(H200, m, n, k, out_dtype, activation, has_bias, has_residual)
+
+
 def positions(pattern, source):
     return [match.start() for match in re.finditer(pattern, source)]
 
@@ -158,10 +163,9 @@ def test_tensor_cores_and_wide_copies_are_used(arch, n, k, wanted):
 
 
 @pytest.mark.parametrize("case", ["o", "fc2", "head"])
-@pytest.mark.parametrize("m", [8, 64])
+@pytest.mark.parametrize("m", [8, 128])
 def test_only_weights_are_read_ahead_of_the_kernel_before(case, m):
-    n, k, *epilogue = GPT2[case]
-    source, chosen, _ = lowered(H200, m, n, k, F32, *epilogue[:3])
+    source, chosen, _ = of_gpt2(case, m)
     (trigger,) = positions("cudaTriggerProgrammaticLaunchCompletion", source)
     (sync,) = positions("cudaGridDependencySynchronize", source)
     of_weights, of_rows = (
@@ -196,16 +200,15 @@ def test_a_slot_is_filled_again_once_all_its_threads_have_read_it(m, n, k, group
 
 @pytest.mark.parametrize("case", ["o", "fc2"])
 def test_no_group_waits_for_another_before_the_sums(case):
-    n, k, *_ = GPT2[case]
-    for m in (8, 32, 128):
-        source, chosen, _ = lowered(H200, m, n, k)
+    for m in (8, 128):
+        source, chosen, _ = of_gpt2(case, m)
         waits, products = positions(r"\.wait\(", source), positions("mma_sync", source)
         assert len(waits) == chosen.groups > 1
         assert "__syncthreads" not in source[waits[0] : products[-1]]
         assert source[products[-1] :].count("__syncthreads") == 1
 
 
-@pytest.mark.parametrize(("k", "steps"), [(64, 1), (192, 3), (320, 5), (768, 12)])
+@pytest.mark.parametrize(("k", "steps"), [(64, 1), (320, 5), (768, 12)])
 def test_a_group_without_a_step_waits_for_none(k, steps):
     chosen = SwapSchedule(16, 16, 64, 12, 256, groups=8)
     with H200.target:
@@ -217,9 +220,8 @@ def test_a_group_without_a_step_waits_for_none(k, steps):
 
 @pytest.mark.parametrize("case", ["qkv", "o", "fc1", "fc2"])
 def test_stores_are_wide_and_go_along_rows(case):
-    n, k, *epilogue = GPT2[case]
-    for m in (8, 32, 128):
-        source, chosen, _ = lowered(H200, m, n, k, epilogue[3], *epilogue[:3])
+    for m in (8, 128):
+        source, chosen, _ = of_gpt2(case, m)
         (store,) = re.findall(r"^ *(.*\bC\b.*) = .*;$", source, re.MULTILINE)
         elements = chosen.block_n * chosen.block_m // chosen.num_threads  # of a thread
         wide = r"\*\((float[24]|uint[12])\*\)\(C" if elements > 1 else r"C\[.*& \(int64_t\)15\)\)\]"
@@ -227,9 +229,8 @@ def test_stores_are_wide_and_go_along_rows(case):
 
 
 def test_barriers_are_taken_by_all_threads():
-    for case in GPT2.values():
-        n, k, *epilogue = case
-        source, _, _ = lowered(H200, 8, n, k, F32, *epilogue[:3])
+    for case in GPT2:
+        source, _, _ = of_gpt2(case, 8)
         inside = re.findall(
             r"if \(tl::tl_shuffle_elect<\d+>\(\)\) \{(.*?)\n  \}", source, re.DOTALL
         )
@@ -238,9 +239,8 @@ def test_barriers_are_taken_by_all_threads():
 
 @pytest.mark.parametrize("case", GPT2)
 def test_shared_memory_is_as_counted(case):
-    n, k, *epilogue = GPT2[case]
-    for m in (16, 64, 128):
-        source, chosen, shared = lowered(H200, m, n, k, F32, *epilogue[:3])
+    for m in (8, 128):
+        source, chosen, shared = of_gpt2(case, m)
         assert shared == limits.shared_memory(H200, "swap_gemm", BF16, chosen)
         found = re.search(r"float sums\[(\d+)\]", source)
         assert limits.staged_bytes(chosen) == (4 * int(found.group(1)) if found else 0)
