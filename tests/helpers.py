@@ -1,10 +1,12 @@
 """What the kernel tests share: where a case runs, its data, and the bound on its error."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from minifused.metrics import BOUNDS, Errors, measure, within
 
@@ -12,6 +14,13 @@ _cuda_marks = (
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
 )
+
+ACTIVATIONS = {
+    None: lambda x: x,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+}
 
 # Each case is one test on the CPU, and under the marker `cuda` the same on a GPU.
 DEVICES = ["cpu", pytest.param("cuda", marks=_cuda_marks)]
@@ -32,6 +41,12 @@ def needs_cuda(test: Callable) -> Callable:
     for mark in _cuda_marks:
         test = mark(test)
     return test
+
+
+def needs_sm90(test: Callable) -> Callable:
+    """The same on a GPU of sm_90 alone, which has kernels of its own."""
+    here = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return needs_cuda(pytest.mark.skipif(not here, reason="no GPU of sm_90")(test))
 
 
 def normal(device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Callable:

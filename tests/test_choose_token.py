@@ -221,7 +221,7 @@ def test_a_draw_by_the_masses_of_pieces_is_the_same(valid):
             logits[:, valid - 1 if kind == "last" else 0] += 99
         logits[-1] = torch.nan
         weights, masses = ops.softmax_to_draw(logits, valid)
-        assert masses.numel()
+        assert masses.numel() and weights[:-1].any()
         expected = draw(weights[:-1, :valid].cpu(), uniforms_of(rows)[:-1])
         states = [State(rows), State(rows)]
         for state, given in zip(states, (None, masses), strict=True):

@@ -47,6 +47,7 @@ def test_on_several_rows_they_are_their_parts(device):
     assert torch.equal(ops.norm_linear(x, gain, shift, EPS, weight, bias, "gelu_tanh"), linear)
     positions, caches = int32(0, 30, device=device), torch.zeros(4, 2, 33, 2, 8, device=device)
     qkv = ops.norm_qkv(x, gain, shift, EPS, weight, bias, *caches[:2], positions)
+    assert linear.any() and qkv.any()
     assert torch.equal(qkv, ops.linear(y, weight, bias).view(2, 5, 3, 2, 8))
     ops.append_kv(*caches[2:], qkv, None, positions)
     assert torch.equal(caches[:2], caches[2:])
@@ -57,7 +58,7 @@ def test_on_several_rows_they_are_their_parts(device):
     )
     attended = ops.decode_attention(qkv[:, :1], *caches[:2], lengths, 0.3).flatten(2)
     expected = ops.linear(attended, projection, residual=residual)
-    assert torch.equal(together.x, expected)
+    assert torch.equal(together.x, expected) and (expected != residual).any()
     assert torch.equal(ops.add_linear(ops.Stream(residual), attended, projection).x, expected)
 
 
@@ -135,6 +136,7 @@ def test_a_stream_is_prepared_for_its_next_norm(width, inner, rows, dtype):
     back, offset = draw(width, inner, std=inner**-0.5), draw(width)
     stream = ops.add_linear(ops.Stream(x), y, back, offset, gain)
     assert torch.equal(stream.x, ops.add_linear(ops.Stream(x), y, back, offset).x)
+    assert (stream.x != x).any()
     assert bool(stream.scaled.numel()) == (rows <= 128)
     up = ops.norm_linear(
         stream, gain, shift, EPS, weight, bias, "gelu_tanh", ops.norm_sums(*weights)
@@ -161,7 +163,7 @@ def test_a_step_of_several_rows_from_its_embeddings(heads, head_dim, rows, dtype
     tokens = torch.arange(rows, device="cuda")[:, None] * 3 % 500
     at = torch.arange(rows, device="cuda", dtype=torch.int32) % 50
     stream = ops.embed(tokens, at, wte, wpe, norm_weight=gain)
-    assert torch.equal(stream.x, ops.embed(tokens, at, wte, wpe).x)
+    assert torch.equal(stream.x, ops.embed(tokens, at, wte, wpe).x) and stream.x.any()
     assert bool(stream.scaled.numel()) == (width % 8 == 0)
     caches = draw(2, rows, 60, heads, head_dim)
     qkv = ops.norm_qkv(stream, gain, shift, EPS, weight, bias, *caches, at, ops.norm_sums(*weights))

@@ -6,7 +6,7 @@ import re
 import pytest
 import tilelang
 import torch
-from helpers import assert_within_bound, needs_cuda, normal, poisoned
+from helpers import ACTIVATIONS, assert_within_bound, needs_sm90, normal, poisoned
 from torch.nn import functional as F
 from tvm.ir.transform import PassContext
 
@@ -32,12 +32,6 @@ EPILOGUES = {  # activation, bias, residual, dtype of the result
     "all": ("gelu_tanh", True, True, F32),
 }
 on_epilogues = pytest.mark.parametrize("epilogue", EPILOGUES.values(), ids=EPILOGUES)
-ACTIVATIONS = {
-    None: lambda x: x,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-    "relu": F.relu,
-}
 
 
 # Rule and limits
@@ -180,12 +174,6 @@ def test_only_weights_are_read_before_earlier_kernels_end(ahead):
 # On a GPU
 
 
-def on_sm90(test):
-    """Run `test` on a GPU that has this kernel, under the marker `cuda`."""
-    here = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    return needs_cuda(pytest.mark.skipif(not here, reason="no GPU of sm_90")(test))
-
-
 def inputs(m, n, k, epilogue, dtype):
     activation, has_bias, has_residual, out = epilogue
     draw, out = normal("cuda", dtype), torch.float32 if out == F32 else dtype
@@ -215,14 +203,14 @@ def check(m, n, k, epilogue, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("m", [129, 130, 200, 511, 1000, 1025, 3000, 9000])
 @pytest.mark.parametrize(("n", "k"), [(768, 768), (1600, 200), (72, 72), (8, 1600), (3080, 8)])
-@on_sm90
+@needs_sm90
 def test_shapes(m, n, k):
     check(m, n, k, EPILOGUES["residual"])
 
 
 @pytest.mark.parametrize("m", [130, 1025])
 @pytest.mark.parametrize(("n", "k"), [(1600, 200), (72, 72)])
-@on_sm90
+@needs_sm90
 def test_shapes_in_float16(m, n, k):
     check(m, n, k, EPILOGUES["gelu_tanh"], torch.float16)
 
@@ -230,7 +218,7 @@ def test_shapes_in_float16(m, n, k):
 @on_epilogues
 @pytest.mark.parametrize("m", [200, 1025])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@on_sm90
+@needs_sm90
 def test_epilogues(m, epilogue, dtype):
     check(m, 776, 328, epilogue, dtype)
 
@@ -251,20 +239,20 @@ def check_form(k, epilogue, form, ahead):
 
 @on_forms
 @on_epilogues
-@on_sm90
+@needs_sm90
 def test_forms(epilogue, chosen):
     check_form(200, epilogue, chosen, ahead=True)
 
 
 @on_forms
 @pytest.mark.parametrize("k", [64, 1600])
-@on_sm90
+@needs_sm90
 def test_forms_of_other_depths_and_orders(k, chosen):
     form = schedule.from_fields(RingGemmSchedule, vars(chosen) | {"swizzle": 5})
     check_form(k, EPILOGUES["residual"], form, ahead=k == 64)
 
 
-@on_sm90
+@needs_sm90
 def test_a_chain_of_dependent_launches():
     """Each product reads what the one before wrote, and they overlap."""
     draw = normal("cuda", torch.bfloat16)
@@ -274,6 +262,7 @@ def test_a_chain_of_dependent_launches():
     for weight in weights:
         expected = ops.linear(expected, weight)
         torch.cuda.synchronize()
+    assert expected.any()
     for _ in range(50):
         x = first
         for weight in weights:

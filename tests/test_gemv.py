@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_within_bound, int32, needs_cuda, normal, poisoned
+from helpers import ACTIVATIONS, assert_within_bound, int32, needs_cuda, normal, poisoned
 from test_decode_split import combined
 from test_lowering import assert_64_bit_indices, split_barriers
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -123,12 +123,6 @@ def test_indices_into_caches_are_64_bit():
 
 # On a GPU
 
-ACTIVATIONS = {
-    None: lambda x: x,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu": F.gelu,
-    "relu": F.relu,
-}
 SMALL = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
 XL = [(4800, 1600), (1600, 1600), (6400, 1600), (1600, 6400)]
 ODD = [(77, 1000), (5, 8), (1, 72), (640, 768), (50257, 768), (3, MAX_COLUMNS)]

@@ -4,23 +4,24 @@ A GPU takes up to 16 rows for few and a CPU up to 2; what is few rows here is so
 up to 128 rows go to other kernels on a GPU, which test_swap_gemm.py and test_gemv.py cover too.
 """
 
-import functools
 import math
 import warnings
 
 import pytest
 import torch
-from helpers import assert_within_bound, needs_cuda, normal, on_each_device, on_each_dtype, poisoned
+from helpers import (
+    ACTIVATIONS,
+    assert_within_bound,
+    needs_cuda,
+    normal,
+    on_each_device,
+    on_each_dtype,
+    poisoned,
+)
 from torch.nn import functional as F
 
 from minifused import ops
 
-ACTIVATIONS = {
-    None: lambda x: x,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-    "relu": F.relu,
-}
 ROWS = {
     "one_row": 1,
     "two_rows": 2,

@@ -150,9 +150,9 @@ def test_inputs_may_begin_at_any_element(name, device):
     caches = {"decode_attention": (1, 2), "add_decode_attention": (2, 3)}.get(name, ())
     # Caches are never copied.
     shifted = [x if i in caches else off_by_one(x) for i, x in enumerate(arguments)]
-    for result, other in zip(
-        results_of(operator(*arguments)), results_of(operator(*shifted)), strict=True
-    ):
+    results, others = results_of(operator(*arguments)), results_of(operator(*shifted))
+    assert results
+    for result, other in zip(results, others, strict=True):
         assert torch.equal(other, result) and result.any()
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import tilelang
 import torch
-from helpers import assert_within_bound, needs_cuda, normal, poisoned
+from helpers import ACTIVATIONS, assert_within_bound, needs_cuda, normal, poisoned
 from torch.nn import functional as F
 
 from minifused import ops
@@ -28,12 +28,6 @@ EPILOGUES = {  # activation, bias, residual
     "relu": ("relu", False, False),
     "residual": (None, True, True),
     "all": ("gelu_tanh", True, True),
-}
-ACTIVATIONS = {
-    None: lambda x: x,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-    "relu": F.relu,
 }
 
 
