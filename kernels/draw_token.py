@@ -51,7 +51,7 @@ def _find(own, lane, rest, place):
 
 @T.macro
 def _load_segments(M, row, lane, sums, total):
-    """sums (count, 1) = those of the segments lane * count and on of M (b, segments), 0 past it."""
+    """sums (count) = those of the segments from lane * count on of M (b, segments), or 0."""
     total[0] = T.int64(0)
     for i in T.unroll(sums.shape[0]):
         at = lane * sums.shape[0] + i

@@ -100,11 +100,6 @@ def _select(
     return compile_kernel(embed_kernel, tile, width, dtype_name(dtype), has_ends, schedule, follow)
 
 
-def takes_follow(device: torch.device) -> bool:
-    """Whether embed prepares the layer norm to come (`follow`)."""
-    return device.type == "cuda"
-
-
 def part_width(device: torch.device, width: int) -> int:
     """Columns of a part of the stats that `follow` writes; the last part may be narrower."""
     return row_schedule(tile_for(device), width, MAX_COLUMNS_A_BLOCK).block_n

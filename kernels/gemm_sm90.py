@@ -1,29 +1,12 @@
 """Matrix product for sm_90, 16 bits and more rows than swap_gemm takes: prefill."""
 
-import functools
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 
 from minifused.kernels import swap_gemm
-from minifused.kernels.build import compile_kernel, dtype_name, tile_for
+from minifused.kernels.build import tile_for
+from minifused.kernels.gemm import launch_linear
 from minifused.kernels.gemm_sm90_kernel import gemm_sm90_kernel
 from minifused.kernels.gemm_sm90_rule import ring_gemm_schedule
-
-
-@functools.lru_cache(maxsize=4096)  # m is any number, so that not all can stay
-def _select(
-    device: torch.device,
-    sizes: tuple[int, int, int],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    epilogue: tuple[str | None, bool, bool],
-    ahead: bool,
-) -> Callable[..., None]:
-    tile, (dtype, out_dtype) = tile_for(device), map(dtype_name, dtypes)
-    schedule = ring_gemm_schedule(tile, *sizes, dtype)
-    static = *sizes[1:], dtype, out_dtype, *epilogue, ahead, schedule
-    return compile_kernel(gemm_sm90_kernel, tile, *static)
 
 
 def fits(capability: int, item_bytes: int, rows: int, n: int, k: int) -> bool:
@@ -51,7 +34,5 @@ def gemm_sm90(
 
     `ahead`: no kernel that may still run writes weight or bias.
     """
-    sizes = (x.shape[0], *weight.shape)
-    epilogue = activation, bias is not None, residual is not None
-    kernel = _select(x.device, sizes, (x.dtype, out.dtype), epilogue, ahead)
-    kernel(x, weight, bias, residual, out)
+    given = x, weight, bias, activation, residual, out
+    launch_linear(gemm_sm90_kernel, ring_gemm_schedule, *given, ahead)

@@ -1,4 +1,4 @@
-"""Matrix product for sm_90 and 16 bits: one warpgroup loads, the others compute.
+"""Matrix product for sm_90 and 16 bits: one warp loads, the others compute.
 
 As in CUTLASS's warp-specialised kernels for Hopper, tiles of A and W go through a ring in shared
 memory, with a barrier each way a slot, and products are asynchronous. What ends a tile (activation,

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from minifused.kernels import buckets
+from minifused.kernels.limits import SMS
 from minifused.kernels.schedule import RingGemmSchedule, tuned
 from minifused.kernels.tile import Tile
 
-SMS = 132  # of an H200
 PRODUCTS = 2048  # multiply-adds an SM does a clock
 L2_BYTES = 5300  # that all SMs get a clock
 SM_BYTES = 64  # that one gets

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+SMS = 132  # of an H200, on which the rules were measured
 MAX_THREADS = 1024  # of a block
 THREADS_AN_SM = 2048
 REGISTERS_AN_SM = 65536
@@ -111,9 +112,9 @@ def _flash_bytes(item: int, s: FlashSchedule, head_dim: int) -> int:
     return item * head_dim * (queries + 2 * s.num_stages * s.block_n)
 
 
-def launch_registers(s: RingGemmSchedule) -> int:
+def launch_registers(s: FlashSchedule | RingGemmSchedule) -> int:
     """Of a thread: each quarter of an SM has room for as many warps as the fullest one gets."""
-    warps = -(-s.min_blocks * s.num_threads // 32 // 4)
+    warps = -(-max(1, s.min_blocks) * s.num_threads // 32 // 4)
     return min(255, REGISTERS_AN_SM // 4 // 32 // warps // 8 * 8)
 
 
@@ -259,15 +260,20 @@ def _attention_warps(tile: Tile, dtype: str, s: AttentionSchedule, head_dim: int
         yield f"{s.num_stages} stages: without TMA a pipeline of unknown length does not compile"
 
 
+def _handed_over(s: FlashSchedule | RingGemmSchedule, wanted: int) -> Iterator[str]:
+    """Warps hand registers over within what their block was launched with.
+
+    For more they wait for ever (setmaxnreg in the PTX manual).
+    """
+    given = launch_registers(s)
+    if s.consumers * wanted + PRODUCER_REGISTERS > (s.consumers + 1) * given:
+        yield f"{wanted} registers wanted, of a block that was given {given} for each thread"
+
+
 def _flash_warps(s: FlashSchedule) -> Iterator[str]:
     if s.block_m % (64 * s.consumers) or s.block_n % 16 or s.block_n > 256:
         yield "each warpgroup needs whole tiles of 64 rows, and keys by 16, up to 256"
-    # Warps hand registers over within what their block was launched with; for more they wait
-    # for ever (setmaxnreg in the PTX manual).
-    registers = REGISTERS_AN_SM // (max(1, s.min_blocks) * s.num_threads) // 8 * 8
-    wanted = 128 * (s.consumers * s.consumer_registers + PRODUCER_REGISTERS)
-    if wanted > registers * s.num_threads:
-        yield f"{wanted} registers wanted of {registers * s.num_threads} a block has"
+    yield from _handed_over(s, s.consumer_registers)
     if s.consumer_registers % 8 or not 24 <= s.consumer_registers <= 256:
         yield "registers of a thread are multiples of 8 from 24 to 256"
 
@@ -278,12 +284,10 @@ def _ring_gemm_warps(s: RingGemmSchedule) -> Iterator[str]:
         yield f"tiles are of {rows} rows, of columns by 16 up to 256, and 64 deep, or multiples"
     if s.ping_pong and not (s.resident and s.consumers > 1):
         yield "only resident blocks of several warpgroups have these take turns"
-    given, wanted = launch_registers(s), s.registers or launch_registers(s)
+    wanted = s.registers or launch_registers(s)
     if (wanted % 8 and wanted != 255) or wanted > 255:
         yield f"{wanted} registers a thread: expected a multiple of 8, up to 248"
-    # Warps hand registers over within what their block was launched with; for more they wait
-    # for ever (setmaxnreg in the PTX manual).
-    if s.registers and s.consumers * wanted + PRODUCER_REGISTERS > (s.consumers + 1) * given:
-        yield f"{wanted} registers wanted, of a block that was given {given} for each thread"
+    if s.registers:
+        yield from _handed_over(s, wanted)
     if _sums(s) + SPARE_REGISTERS // 2 > wanted:
         yield f"{_sums(s)} sums a thread, which has {wanted} registers"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minifused.kernels.build import compile_kernel
+from minifused.kernels.limits import SMS
 from minifused.kernels.row_lanes import VECTOR_BYTES, row_lanes
 from minifused.kernels.row_softmax_pieces import (
     count_pieces,
@@ -19,7 +20,7 @@ from minifused.kernels.schedule import ITEM_BYTES, RowSchedule, next_power_of_2
 from minifused.kernels.tile import Tile
 
 SPLIT_ROWS = (1, 8, 32, 128, 264)  # edges of what is compiled apart; more rows fill a GPU's cores
-BLOCKS = 4 * 132  # of a grid, or more: four for each core of an H200
+BLOCKS = 4 * SMS  # of a grid, or more: four for each core
 PIECES = (1024, 8192)  # columns, so that a piece is worth a block and fits in its registers
 MAX_PIECES = 128  # a thread each to merge
 MIN_SPLIT, MAX_SPLIT = 8192, MAX_PIECES * PIECES[1]  # columns of a row: more than, and up to

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from minifused.kernels import buckets, schedule_table
 from minifused.kernels.limits import (
     ITEM_BYTES,
+    SMS,
     has_bulk_copies,
     shared_memory_limit,
     staged_bytes,
@@ -223,9 +224,6 @@ def swap_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedul
     return tuned(tile, "swap_gemm", buckets.swap_gemm(m, n, k), dtype, rule)
 
 
-SWAP_BLOCKS = 132  # an H200's SMs: one wave, whose rings all fill at once
-
-
 def _swap_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:
     if has_bulk_copies(tile, k * ITEM_BYTES[dtype]):
         return _ring_rule(tile, m, n, k, dtype)
@@ -244,12 +242,12 @@ def _ring_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:
 
     def cost(rows: tuple[int, int]) -> tuple[int, int]:
         blocks = -(-m // rows[0]) * -(-n // rows[1])
-        return -(-blocks // SWAP_BLOCKS) * sum(rows), rows[0]  # W may be asked for ahead, A not
+        return -(-blocks // SMS) * sum(rows), rows[0]  # W may be asked for ahead, A not
 
     block_m, block_n = min(itertools.product(fits, sizes), key=cost)
     block_k = min(64, max(16, next_power_of_2(k)))
     steps, blocks = -(-k // block_k), -(-m // block_m) * -(-n // block_n)
-    tiles = min(-(-blocks // SWAP_BLOCKS), -(-n // block_n))
+    tiles = min(-(-blocks // SMS), -(-n // block_n))
     # Products of a warp are a chain: groups of warps that share K make it short.
     team = _team(block_m, block_n)
     groups = 1
@@ -322,7 +320,6 @@ def flash_schedule(tile: Tile, head_dim: int, dtype: str, causal: bool, keys: in
     return tuned(tile, "flash_attention_sm90", bucket, dtype, rule, head_dim)
 
 
-FLASH_BLOCKS = 132  # an H200's SMs
 FLASH_L2_BYTES = 32 << 20  # of keys and values that stay in it
 
 
@@ -331,7 +328,7 @@ def _flash_rule(head_dim: int, causal: bool, keys: int) -> FlashSchedule:
     in_l2 = max(1, FLASH_L2_BYTES // (keys * head_dim * 4))
     if head_dim > 64:
         wide = FlashSchedule(128, 128, 2, 2, 240, overlap=True, pin=True)
-        return replace(wide, heads_together=16) if causal else replace(wide, resident=FLASH_BLOCKS)
+        return replace(wide, heads_together=16) if causal else replace(wide, resident=SMS)
     if keys > (4096 if causal else 2048):
         return FlashSchedule(192, 128, 2, 3, 160, 0, in_l2, overlap=True)
     if causal and keys <= 1024:
@@ -356,15 +353,14 @@ def decode_attention_schedule(
     return tuned(tile, "decode_attention", bucket, dtype, rule, head_dim)
 
 
-SPLIT_BLOCKS = 132  # an H200's SMs
 MAX_SPLITS = 16
 MIN_SPLIT_KEYS = 160  # fewer do not pay for the merge
 
 
 def split_schedule(blocks: int, capacity: int) -> SplitSchedule:
     """Of split-KV decoding: `blocks` is the batch times the heads."""
-    most = min(MAX_SPLITS, SPLIT_BLOCKS // max(1, blocks), capacity // MIN_SPLIT_KEYS)
+    most = min(MAX_SPLITS, SMS // max(1, blocks), capacity // MIN_SPLIT_KEYS)
     splits = 1 << max(1, most).bit_length() - 1
     if splits > 1:
         return SplitSchedule(splits, 4, 256)
-    return SplitSchedule(1, 2, 512 if blocks <= SPLIT_BLOCKS else 256)
+    return SplitSchedule(1, 2, 512 if blocks <= SMS else 256)

@@ -10,7 +10,7 @@ from minifused.kernels.build import compile_kernel, dtype_name, tile_for
 from minifused.kernels.schedule import swap_schedule
 from minifused.kernels.swap_gemm_kernel import swap_gemm_kernel
 
-MAX_ROWS = 128  # with more, gemm.py fills its tiles
+MAX_ROWS = 128  # with more, rows of A fill the rows of a tile
 
 
 @functools.lru_cache(maxsize=4096)  # m is any number, so that not all can stay
@@ -36,13 +36,8 @@ def takes(rows: int, weight: Tensor) -> bool:
 
 
 def takes_fold(rows: int, weight: Tensor) -> bool:
-    """Whether swap_gemm completes a layer norm (`fold`)."""
+    """Whether swap_gemm completes a layer norm (`fold`), and prepares the next one (`follow`)."""
     return takes(rows, weight) and tile_for(weight.device).capability >= 90
-
-
-def takes_follow(rows: int, weight: Tensor) -> bool:
-    """Whether swap_gemm prepares the layer norm to come (`follow`), if its result is float32."""
-    return takes_fold(rows, weight)
 
 
 def part_width(rows: int, weight: Tensor) -> int:

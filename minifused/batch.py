@@ -92,6 +92,7 @@ class Batch:
         penalised = choice.params.repetition_penalty != 1.0
         self.seen = new(torch.bool, size, vocab_size) if penalised else None
         self.longest = 1  # of the prompts' lengths
+        self.most = 0  # tokens that a row may get
         padded = device.type == "cuda" and isinstance(model, GPTModel)  # the twin takes no padding
         self._multiple = PREFILL_MULTIPLE if padded else 1
         self._graphs = Graphs() if graph else None
@@ -112,7 +113,7 @@ class Batch:
             steps: how many tokens each row may get.
         """
         lengths = [len(prompt) for prompt in prompts]
-        self.longest = max(lengths)
+        self.longest, self.most = max(lengths), max(steps)
         rows = (lengths, steps, samples, [seed] * len(lengths))
         self._staging.send(prompts, rows)
 
@@ -161,8 +162,8 @@ class Batch:
         self.seed.copy_(self.request[3, :1])
         torch.clamp(self.lengths, max=1, out=self.going)
         if not self.fused:
-            positions = self.lengths + torch.arange(self.capacity, device=self.device)[:, None]
-            self.uniforms.copy_(philox_uniform(self.seed, self.samples, positions))
+            positions = self.lengths + torch.arange(self.most, device=self.device)[:, None]
+            self.uniforms[: self.most] = philox_uniform(self.seed, self.samples, positions)
         self.step_index.zero_()
         self.cache.reset()
         if self.seen is not None:

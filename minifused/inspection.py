@@ -232,12 +232,10 @@ def _softmax(tile: Tile, dtype: str, w: SoftmaxWorkload) -> tuple[Callable, tupl
 
 
 def _softmax_pieces(
-    builder: Callable, tile: Tile, dtype: str, w: SoftmaxWorkload
+    builder: Callable, options: tuple, tile: Tile, dtype: str, w: SoftmaxWorkload
 ) -> tuple[Callable, tuple, Any]:
     rows = buckets.ceiling(w.m, row_softmax.GPU_ROWS)
-    static: tuple = (w.n, w.valid or w.n, dtype, dtype)
-    if builder is piece_values_kernel:
-        static = (*static, False)  # as `softmax` has it
+    static = (w.n, w.valid or w.n, dtype, dtype, *options)
     return builder, static, split_schedule(rows, w.n, dtype)
 
 
@@ -285,12 +283,14 @@ KERNELS: dict[str, Kernel] = {
         replace(workloads.GPT2_SOFTMAX[0], m=1024), ("m", "n", "valid"), _softmax
     ),
     "piece_sums": Kernel(
-        workloads.GPT2_SOFTMAX[0], ("m", "n", "valid"), partial(_softmax_pieces, piece_sums_kernel)
+        workloads.GPT2_SOFTMAX[0],
+        ("m", "n", "valid"),
+        partial(_softmax_pieces, piece_sums_kernel, ()),
     ),
     "piece_values": Kernel(
         workloads.GPT2_SOFTMAX[0],
         ("m", "n", "valid"),
-        partial(_softmax_pieces, piece_values_kernel),
+        partial(_softmax_pieces, piece_values_kernel, (False,)),
     ),
     "layer_norm": Kernel(workloads.GPT2_LAYER_NORM[0], ("n",), _layer_norm),
 }

@@ -223,9 +223,10 @@ class GPTModel(nn.Module):
         Unless `advance`, whoever calls counts the cache's new positions.
         """
         self._require_room(tokens.shape[1], cache)
-        norms = [*(block.ln_1.weight for block in self.blocks), self.ln_f.weight]
+        blocks = self.blocks
+        norms = [*(block.ln_1.weight for block in blocks), self.ln_f.weight]
         x = self._embed(tokens, cache, lengths, norms[0])
-        for block, then in zip(self.blocks, norms[1:], strict=True):
+        for block, then in zip(blocks, norms[1:], strict=True):
             x = block(x, then, cache)
         if cache is not None and advance:
             count = tokens.shape[1]

@@ -22,7 +22,6 @@ from minifused.kernels.decode_attention import decode_attention as decode_attent
 from minifused.kernels.decode_attention_split import decode_attention_partials
 from minifused.kernels.embed import embed as embed_kernel
 from minifused.kernels.embed import part_width as embed_part_width
-from minifused.kernels.embed import takes_follow as embed_takes_follow
 from minifused.kernels.epilogue import ACTIVATIONS
 from minifused.kernels.flash_attention import flash_attention as flash_attention_kernel
 from minifused.kernels.gemm import gemm as gemm_kernel
@@ -39,7 +38,7 @@ from minifused.kernels.skinny_gemm import skinny_gemm as skinny_gemm_kernel
 from minifused.kernels.swap_gemm import part_width as swap_gemm_part_width
 from minifused.kernels.swap_gemm import swap_gemm as swap_gemm_kernel
 from minifused.kernels.swap_gemm import takes as swap_gemm_takes
-from minifused.kernels.swap_gemm import takes_fold, takes_follow
+from minifused.kernels.swap_gemm import takes_fold
 from minifused.kernels.vector_add import vector_add as vector_add_kernel
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -102,6 +101,16 @@ def _require_lengths(name: str, lengths: Tensor, batch: int, like: Tensor) -> No
     ok = lengths.shape == (batch,) and lengths.dtype == torch.int32
     if not ok or lengths.device != like.device:
         _refuse(name, lengths, f"({batch},), torch.int32 on {like.device}")
+
+
+def _require_activation(activation: str | None) -> None:
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}: expected None or one of {ACTIVATIONS}")
+
+
+def _require_valid(valid: int, name: str, x: Tensor) -> None:
+    if not 0 < valid <= x.shape[-1]:
+        raise ValueError(f"valid is {valid}: expected 1 to {x.shape[-1]}, the columns of {name}")
 
 
 def _require_columns(x: Tensor) -> None:
@@ -192,8 +201,7 @@ def _check_linear(x, weight, bias, activation, residual, out) -> None:
     _require_like("weight", weight, (n, k), x)
     if bias is not None:
         _require_like("bias", bias, (n,), x)
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}: expected None or one of {ACTIVATIONS}")
+    _require_activation(activation)
     _require_out(out, (*x.shape[:-1], n), x)
     if residual is not None:
         _require_like("residual", residual, out.shape, out)
@@ -358,8 +366,7 @@ def _check_normed(x, norm_weight, weight, activation, sums) -> None:
         _refuse("x", x, f"(..., {k}), as weight has {k} columns")
     _require_like("norm_weight", norm_weight, (k,), weight)
     _require_like("sums", sums, (2, n), x)
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}: expected None or one of {ACTIVATIONS}")
+    _require_activation(activation)
 
 
 _norm_linear_op = _define(
@@ -434,9 +441,7 @@ def _norm_qkv(
         _launch_normed(x, norm_weight, eps, weight, None, sums, scaled, stats, out, caches)
     else:
         y = _rows(_layer_norm(x, norm_weight, norm_bias, eps))
-        _require_like("weight", weight, (weight.shape[0], y.shape[1]), y)
-        if bias is not None:
-            _require_like("bias", bias, weight.shape[:1], weight)
+        _check_linear(y, weight, bias, None, None, out)
         swap_gemm_kernel(y, weight, bias, None, None, out, ahead=True, caches=caches)
     return qkv
 
@@ -489,7 +494,7 @@ def norm_qkv(
 
 def _add_linear_empty(x, y, weight, bias=None, norm_weight=None) -> tuple[Tensor, Tensor, Tensor]:
     rows, follows = x.shape[:-1].numel(), norm_weight is not None and x.dtype == torch.float32
-    follows = follows and takes_follow(rows, weight)
+    follows = follows and takes_fold(rows, weight)
     width = swap_gemm_part_width(rows, weight) if follows else 0
     return torch.empty_like(x), *_prepared_empty(x, weight.dtype, width)
 
@@ -851,8 +856,7 @@ def _softmax_out(x, valid=None, *, out) -> None:
     _require_float("x", x)
     _require_columns(x)
     valid = x.shape[-1] if valid is None else valid
-    if not 0 < valid <= x.shape[-1]:
-        raise ValueError(f"valid is {valid}: expected 1 to {x.shape[-1]}, the columns of x")
+    _require_valid(valid, "x", x)
     _require_out(out, x.shape, x)
     if out.numel():
         _launch_softmax(x, valid, out=out)
@@ -960,8 +964,7 @@ def _embed_empty(
     tokens, starts, wte, wpe, counts=None, ends=None, norm_weight=None
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = wte.new_empty((*tokens.shape, wte.shape[1]), dtype=torch.float32)
-    follows = norm_weight is not None and embed_takes_follow(x.device)
-    follows = follows and takes_fold(tokens.numel(), wte)
+    follows = norm_weight is not None and takes_fold(tokens.numel(), wte)
     width = embed_part_width(x.device, x.shape[-1]) if follows else 0
     return x, *_prepared_empty(x, wte.dtype, width)
 
@@ -1037,12 +1040,13 @@ def _softmax_to_draw_empty(x, valid) -> tuple[Tensor, Tensor]:
 def _softmax_to_draw(x, valid) -> tuple[Tensor, Tensor]:
     if x.dim() != 2 or x.dtype != torch.float32:
         _refuse("x", x, "(B, N), torch.float32")
-    x = x.contiguous()
+    _require_valid(valid, "x", x)
+    x = _dense(x)
     out, masses = _softmax_to_draw_empty(x, valid)
-    if not masses.numel() or not 0 < valid <= x.shape[1]:
-        _softmax_out(x, valid, out=out)
+    if masses.numel():
+        row_softmax_kernel(x, valid, out, masses)
     else:
-        row_softmax_kernel(_dense(x), valid, out, masses)
+        _softmax_out(x, valid, out=out)
     return out, masses
 
 
@@ -1073,10 +1077,7 @@ def _choose_token(
     batch, capacity = scores.shape[0], chosen.shape[0]
     if scores.dim() != 2 or scores.dtype != torch.float32 or not scores.is_cuda:
         _refuse("scores", scores, "(B, N), torch.float32 on a GPU")
-    if not 0 < valid <= scores.shape[1]:
-        raise ValueError(
-            f"valid is {valid}: expected 1 to {scores.shape[1]}, the columns of scores"
-        )
+    _require_valid(valid, "scores", scores)
     for name, table, dtype in (("chosen", chosen, torch.int64), ("finite", finite, torch.bool)):
         _require_state(name, table, (capacity, batch), dtype, scores)
     for name, row, dtype in (

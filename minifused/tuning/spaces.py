@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from minifused.kernels.gemm_sm90_rule import SMS
 from minifused.kernels.gemv_row import STRIDE
-from minifused.kernels.limits import ITEM_BYTES, has_bulk_copies
+from minifused.kernels.limits import ITEM_BYTES, SMS, has_bulk_copies
 from minifused.kernels.schedule import (
-    FLASH_BLOCKS,
     AttentionSchedule,
     FlashSchedule,
     GemmSchedule,
@@ -142,7 +140,7 @@ def flash_attention_sm90(tile: Tile, dtype: str, w: AttentionWorkload) -> Iterat
         for heads in (1, 8, 16, 32, 128):
             yield replace(base, heads_together=heads)
         if not w.causal:
-            yield replace(base, resident=FLASH_BLOCKS)
+            yield replace(base, resident=SMS)
 
 
 def decode_attention(tile: Tile, dtype: str, w: DecodeWorkload) -> Iterator[RowSchedule]:

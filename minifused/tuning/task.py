@@ -10,12 +10,13 @@ from minifused import workloads
 from minifused.inspection import form_of, kernel_of
 from minifused.kernels import limits, schedule_table
 from minifused.kernels.build import dtype_name, tile_for
+from minifused.kernels.limits import REGISTERS_AN_SM, THREADS_AN_SM
 from minifused.kernels.schedule import Schedule
 from minifused.kernels.tile import Tile
 from minifused.tuning.tunables import TUNABLES, Tunable
 from minifused.workloads import Workload
 
-BLOCKS_AN_SM, THREADS_AN_SM, REGISTERS_AN_SM = 32, 2048, 65536
+BLOCKS_AN_SM = 32
 
 
 @dataclass(frozen=True)
