@@ -11,7 +11,7 @@ from minifused.kernels.gemv_kernel import gemv_kernel
 from minifused.kernels.gemv_row import VECTOR
 from minifused.kernels.schedule import gemv_schedule
 
-MAX_COLUMNS = 16384  # a row in float32 fits in shared memory
+MAX_COLUMNS = 16384  # a row fits in shared memory
 NORM_ROWS = 4096  # of a weight, in float64 at a time
 
 
@@ -36,7 +36,8 @@ def _select(
 def takes(rows: int, weight: Tensor) -> bool:
     """Whether `gemv` is for so many rows: one, and 16-bit weights in rows of whole vectors."""
     fits = rows == 1 and weight.itemsize == 2 and weight.shape[1] % VECTOR == 0
-    return fits and weight.is_cuda and weight.shape[1] <= MAX_COLUMNS
+    fits = fits and weight.is_cuda and weight.shape[1] <= MAX_COLUMNS
+    return fits and tile_for(weight.device).capability >= 80
 
 
 def norm_sums(gain: Tensor, shift: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -14,8 +14,16 @@ A layer norm is linear but for two numbers of the row, so that it takes no pass 
 
 import tilelang.language as T
 
-from minifused.kernels.gemv_output import dot, finish, gather, gather_moments, keep, normalise
-from minifused.kernels.gemv_row import STRIDE, VECTOR, load_lane, merge_splits
+from minifused.kernels.gemv_output import CHAINS, LANES, dot, finish, gather, keep
+from minifused.kernels.gemv_row import (
+    CHUNK,
+    FLOATS,
+    VECTOR,
+    load_gain,
+    load_lane,
+    merge_splits,
+    norm_row,
+)
 from minifused.kernels.schedule import GemvSchedule
 from minifused.kernels.tile import Tile
 
@@ -35,8 +43,8 @@ def gemv_kernel(
     have ended. X, W, bias and gain have `dtype`, R and Y `out_dtype`, the others float32.
     """
     block_n, warp_n, split_k = schedule.block_n, schedule.warp_n, schedule.split_k
-    vectors, num_threads = -(-k // (split_k * STRIDE)), schedule.num_threads
-    whole = split_k * vectors * STRIDE == k
+    chunks, num_threads = -(-k // (split_k * CHUNK)), schedule.num_threads
+    whole, tiles = split_k * chunks * CHUNK == k, -(-warp_n // 16)
     normed, merged = eps is not None, parts is not None
     splits, head_dim = parts or (1, k)
     capacity, width = (T.dynamic("capacity"), n // 3) if cached else (1, 1)
@@ -60,33 +68,32 @@ def gemv_kernel(
             tx = T.get_thread_binding()
             lane, part = tx % 32, tx // 32 % split_k
             group = tx // 32 // split_k * warp_n  # the first of the warp's rows in the block
-            col = part * (vectors * STRIDE) + lane * VECTOR
-            # Where a warp has whole rows, its first lanes finish them, otherwise the block's first.
-            slot = group + lane if split_k == 1 else tx
-            row = T.min(bx * block_n + slot, n - 1)
-            w = T.alloc_local((warp_n * vectors, VECTOR), dtype)
-            g = T.alloc_local((vectors, VECTOR), dtype)
-            x = T.alloc_local((vectors, VECTOR), "float32" if normed or merged else dtype)
-            acc = T.alloc_local((warp_n,), "float32")
-            moments = T.alloc_local((2,), "float32")  # sums of x and of its squares
-            affine = T.alloc_local((2,), "float32")
+            col = part * (chunks * CHUNK) + lane % 4 * VECTOR
+            row = T.min(bx * block_n + tx, n - 1)  # the block's first threads finish its rows
+            w = T.alloc_local((warp_n // LANES * chunks, VECTOR), dtype)
+            g = T.alloc_local((-(-k // (FLOATS * num_threads)) if normed else 1, FLOATS), dtype)
+            x = T.alloc_local((chunks, VECTOR), dtype)
+            acc = T.alloc_local((CHAINS * tiles * 4,), "float32")
+            shifted = T.alloc_local((1,), "float32")
             total = T.alloc_local((1,), "float32")
             added = T.alloc_local((1,), dtype)
             residual = T.alloc_local((1,), out_dtype)
             position = T.alloc_local((1,), "int32")
-            x_shared = T.alloc_shared((1, k if merged else 1), "float32")
-            dots = T.alloc_shared((split_k, block_n), "float32")
-            moment_parts = T.alloc_shared((split_k, 2), "float32")
+            # Dynamic shared memory would be used twice, behind barriers.
+            in_shared = normed or merged
+            x_shared = T.alloc_shared((1, k if in_shared else 1), dtype, scope="shared")
+            dots = T.alloc_shared((split_k, block_n), "float32", scope="shared")
+            moments = T.alloc_shared((num_threads // 32, 2), "float32", scope="shared")
             T.annotate_min_blocks_per_sm(schedule.min_blocks)
             tile.pdl_trigger()
             if not ahead:
                 tile.pdl_sync()
-            for r in T.unroll(warp_n):
-                load_lane(W, T.min(bx * block_n + group + r, n - 1), col, whole, w, r, vectors)
+            for r in T.unroll(warp_n // LANES):
+                w_row = T.min(bx * block_n + group + LANES * r + lane // 4, n - 1)
+                load_lane(W, w_row, col, whole, w, r, chunks)
             if normed:
-                load_lane(gain, 0, col, whole, g, 0, vectors)
-                for j in T.unroll(2):
-                    affine[j] = sums[j, row]
+                load_gain(gain, g, tx, num_threads)
+                shifted[0] = sums[1, row]
             if has_bias:
                 added[0] = bias[row]
             tile.pdl_sync()
@@ -94,17 +101,18 @@ def gemv_kernel(
                 position[0] = positions[0]
             if has_residual:
                 residual[0] = R[0, row]
+            if normed:
+                norm_row(X, g, x_shared, moments, eps, tx, num_threads)
             if merged:
                 merge_splits(O, ML, x_shared, tx, num_threads)
+            if in_shared:
                 T.sync_threads()
-            load_lane(x_shared if merged else X, 0, col, whole, x, 0, vectors)
-            dot(w, x, g if normed else None, acc, moments)
+            load_lane(x_shared if in_shared else X, 0, col, whole, x, 0, chunks)
+            dot(w, x, acc)
+            gather(acc, dots, part, group, warp_n, tx, total)
             if normed:
-                gather_moments(moments, moment_parts, part, tx)
-            gather(acc, dots, part, group, lane, tx, total)
-            if normed:
-                normalise(total, moments, moment_parts, affine, k, eps)
-            if (lane < warp_n if split_k == 1 else tx < block_n) and bx * block_n + slot < n:
+                total[0] += shifted[0]
+            if tx < block_n and bx * block_n + tx < n:
                 finish(tile, total, row, activation, has_bias, added, has_residual, residual, Y)
                 if cached:
                     keep(total[0], row, position[0], K_cache, V_cache)

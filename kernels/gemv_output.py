@@ -5,76 +5,56 @@ import tilelang.language as T
 from minifused.kernels.epilogue import activate
 from minifused.kernels.gemv_row import VECTOR
 
+LANES = 8  # weight rows of a warp that its lanes are of, four lanes a row
+CHAINS = 4  # of products that do not wait for each other
+ABBREVIATIONS = {"bfloat16": "bf16", "float16": "fp16"}
+
 
 @T.macro
-def dot(w, x, gain, acc, moments):
-    """acc (rows) = the products of x (vectors, VECTOR) and w (rows * vectors, VECTOR).
+def dot(w, x, acc):
+    """acc (CHAINS * tiles * 4) = products of w (rows * chunks, VECTOR) and x (chunks, VECTOR).
 
-    With a gain (vectors, VECTOR), those of x * gain, and moments = the sums of x and of x * x.
+    A tensor core's operands (m16n8k16 in the PTX manual) take any columns in any order, so long as
+    it is the same of both: the 8 columns that a lane has of a row are the operand's pairs of two
+    products. A tile is 16 weight rows, or 8 and zeros; all 8 columns of its products are the same.
     """
-    rows, vectors = acc.shape[0], x.shape[0]
-    value = T.alloc_local((1,), "float32")
+    chunks = x.shape[0]
+    rows, tiles = w.shape[0] // chunks, acc.shape[0] // (4 * CHAINS)
+    pair = T.alloc_local((8,), w.dtype)  # of a lane's part of an operand: rows g and g + 8
     T.clear(acc)
-    T.clear(moments)
-    for v in T.unroll(vectors):
-        for e in T.unroll(VECTOR):
-            value[0] = T.cast(x[v, e], "float32")
-            if gain is not None:
-                moments[0] += value[0]
-                moments[1] += value[0] * value[0]
-                value[0] *= T.cast(gain[v, e], "float32")
-            for r in T.unroll(rows):
-                acc[r] += T.cast(w[r * vectors + v, e], "float32") * value[0]
-    for r in T.unroll(rows):
-        acc[r] = T.warp_reduce_sum(acc[r])
-    if gain is not None:
-        for j in T.unroll(2):
-            moments[j] = T.warp_reduce_sum(moments[j])
+    T.clear(pair)
+    for c in T.unroll(chunks):
+        for half in T.unroll(2):
+            for i in T.unroll(tiles):
+                for j in T.unroll(min(int(rows), 2)):
+                    for h in T.unroll(2):
+                        for e in T.vectorized(2):
+                            pair[4 * h + 2 * j + e] = w[
+                                (2 * i + j) * chunks + c, 4 * half + 2 * h + e
+                            ]
+                T.ptx_mma(
+                    "float32", "m16n8k16", "row", "col",
+                    ABBREVIATIONS[str(w.dtype)], ABBREVIATIONS[str(w.dtype)], "fp32",
+                    pair.data, 0, x.data, c * VECTOR + 4 * half,
+                    acc.data, ((c % 2 * 2 + half) * tiles + i) * 4, T.bool(False),
+                )  # fmt: skip
 
 
 @T.macro
-def gather_moments(moments, parts, part, tx):
-    """parts (split_k, 2), shared memory, = those of each warp that has some columns of the row.
-
-    Seen by others behind the barrier of `gather`.
-    """
-    if parts.shape[0] > 1 and tx == part * 32:
-        for j in T.unroll(2):
-            parts[part, j] = moments[j]
-
-
-@T.macro
-def gather(acc, dots, part, group, lane, tx, total):
-    """total = what belongs to the warp's row `lane`, or to the block's row tx if warps split rows.
-
-    dots (split_k, block_n) is shared memory.
-    """
-    if dots.shape[0] == 1:
-        total[0] = acc[0]
-        for r in T.unroll(1, acc.shape[0]):
-            total[0] = T.if_then_else(lane == r, acc[r], total[0])
-    else:
-        if lane == 0:
-            for r in T.unroll(acc.shape[0]):
-                dots[part, group + r] = acc[r]
-        T.sync_threads()
-        if tx < dots.shape[1]:
-            total[0] = 0.0
-            for p in T.unroll(dots.shape[0]):
-                total[0] += dots[p, tx]
-
-
-@T.macro
-def normalise(total, moments, parts, affine, k, eps):
-    """Make total = w . (x * gain) that of the layer norm of x (k); affine are the row's sums."""
-    if parts.shape[0] > 1:
-        T.clear(moments)
-        for p in T.unroll(parts.shape[0]):
-            for j in T.unroll(2):
-                moments[j] += parts[p, j]
-    mean = moments[0] / k
-    rstd = T.rsqrt(T.max(moments[1] / k - mean * mean, 0.0) + eps)
-    total[0] = rstd * (total[0] - mean * affine[0]) + affine[1]
+def gather(acc, dots, part, group, warp_n, tx, total):
+    """total = what belongs to the block's row tx; dots (split_k, block_n) is shared memory."""
+    lane, size = tx % 32, acc.shape[0] // CHAINS
+    if lane % 4 == 0:
+        for r in T.unroll(warp_n // LANES):
+            at = r // 2 * 4 + r % 2 * 2  # of 16 rows a lane has two, in two columns each
+            dots[part, group + LANES * r + lane // 4] = (
+                acc[at] + acc[size + at] + (acc[2 * size + at] + acc[3 * size + at])
+            )
+    T.sync_threads()
+    if tx < dots.shape[1]:
+        total[0] = 0.0
+        for p in T.unroll(dots.shape[0]):
+            total[0] += dots[p, tx]
 
 
 @T.macro

@@ -1,8 +1,4 @@
-"""What gemv does to its row before it meets the weights, as macros of a lane, a warp or a block.
-
-A row lies over the lanes of a warp: lane i holds columns v * STRIDE + i * VECTOR and the
-VECTOR - 1 behind them, in its registers.
-"""
+"""What gemv does to its row before it meets the weights, as macros of a lane, a warp or a block."""
 
 import math
 
@@ -11,7 +7,8 @@ import tilelang.language as T
 from minifused.kernels.decode_lanes import combine_weights
 
 VECTOR = 8  # 16-bit values of a 16-byte access
-STRIDE = 32 * VECTOR  # columns that a warp reads at a time
+CHUNK = 4 * VECTOR  # columns that the four lanes of a weight row read at a time
+FLOATS = 4  # of a 16-byte access
 
 
 @T.macro
@@ -30,14 +27,66 @@ def load_vector(A, row, col, inside, a, i):
 
 
 @T.macro
-def load_lane(A, row, col, whole, a, i, count):
-    """a[i * count + v] = the columns of A[row] from col + v * STRIDE on, for each v below count.
+def load_lane(A, row, col, whole, a, i, chunks):
+    """a[i * chunks + c] = the columns of A[row] from col + c * CHUNK on, for each c below chunks.
 
-    `whole`: none of the warps reaches past the end of a row.
+    `whole`: no lane reaches past the end of a row.
     """
-    for v in T.unroll(count):
-        at = col + v * STRIDE
-        load_vector(A, row, at, whole or at < A.shape[1], a, i * count + v)
+    for c in T.unroll(chunks):
+        at = col + c * CHUNK
+        load_vector(A, row, at, whole or at < A.shape[1], a, i * chunks + c)
+
+
+@T.macro
+def load_gain(gain, g, tx, num_threads):
+    """g (vectors, FLOATS) = what norm_row needs of gain (1, k) in a thread."""
+    for i in T.unroll(g.shape[0]):
+        col = (i * num_threads + tx) * FLOATS
+        if col < gain.shape[1]:
+            for e in T.vectorized(FLOATS):
+                g[i, e] = gain[0, col + e]
+
+
+@T.macro
+def norm_row(X, g, x_shared, parts, eps, tx, num_threads):
+    """x_shared (1, k) = the layer norm of X (1, k), but for its shift.
+
+    g is a thread's gain; parts (warps, 2) is shared memory for sums of X and of its squares.
+    """
+    columns, vectors = X.shape[1], g.shape[0]
+    x = T.alloc_local((vectors, FLOATS), "float32")
+    moments = T.alloc_local((2,), "float32")
+    T.clear(moments)
+    for i in T.unroll(vectors):
+        col = (i * num_threads + tx) * FLOATS
+        if col < columns:
+            for e in T.vectorized(FLOATS):
+                x[i, e] = X[0, col + e]
+        else:
+            for e in T.vectorized(FLOATS):
+                x[i, e] = 0.0
+    for i in T.unroll(vectors):
+        for e in T.unroll(FLOATS):
+            moments[0] += x[i, e]
+            moments[1] += x[i, e] * x[i, e]
+    for j in T.unroll(2):
+        moments[j] = T.warp_reduce_sum(moments[j])
+    if tx % 32 == 0:
+        for j in T.unroll(2):
+            parts[tx // 32, j] = moments[j]
+    T.sync_threads()
+    T.clear(moments)
+    for p in T.unroll(parts.shape[0]):
+        for j in T.unroll(2):
+            moments[j] += parts[p, j]
+    mean = moments[0] / columns
+    rstd = T.rsqrt(T.max(moments[1] / columns - mean * mean, 0.0) + eps)
+    for i in T.unroll(vectors):
+        col = (i * num_threads + tx) * FLOATS
+        if col < columns:
+            for e in T.vectorized(FLOATS):
+                normed = (x[i, e] - mean) * rstd * T.cast(g[i, e], "float32")
+                x_shared[0, col + e] = T.cast(normed, g.dtype)
 
 
 @T.macro
@@ -68,4 +117,5 @@ def merge_splits(O, ML, x_shared, tx, num_threads):
                 for e in T.unroll(vector):
                     x[e] += weights[s] * o[s, e]
             for e in T.vectorized(vector):
-                x_shared[0, col + e] = T.if_then_else(total[1] == 0.0, 0.0, x[e] / total[1])
+                merged = T.if_then_else(total[1] == 0.0, 0.0, x[e] / total[1])
+                x_shared[0, col + e] = T.cast(merged, x_shared.dtype)

@@ -244,8 +244,8 @@ def _swap_groups(s: SwapSchedule) -> Iterator[str]:
 
 
 def _gemv_warps(s: GemvSchedule) -> Iterator[str]:
-    if s.block_n % s.warp_n or s.warp_n > 32:
-        yield f"{s.warp_n} rows a warp: expected a divisor of {s.block_n}, and at most 32"
+    if s.warp_n not in (8, 16, 32) or s.block_n % s.warp_n:
+        yield f"{s.warp_n} rows a warp: expected 8, 16 or 32, and a divisor of {s.block_n}"
     if s.min_blocks * s.num_threads > THREADS_AN_SM:
         yield f"{s.min_blocks} blocks of {s.num_threads} threads do not fit on an SM"
 

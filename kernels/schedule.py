@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 from minifused.kernels import buckets, schedule_table
 from minifused.kernels.limits import (
     ITEM_BYTES,
+    REGISTERS_AN_SM,
     SMS,
+    THREADS_AN_SM,
     has_bulk_copies,
     shared_memory_limit,
     staged_bytes,
@@ -57,7 +59,7 @@ class SwapSchedule:
 @dataclass(frozen=True)
 class GemvSchedule:
     block_n: int  # weight rows of a block
-    warp_n: int  # of a warp
+    warp_n: int  # of a warp: 8, 16 or 32
     split_k: int  # warps that share the columns of a row
     min_blocks: int  # that are to fit on a core at once, which limits registers
 
@@ -272,23 +274,24 @@ def _team(block_m: int, block_n: int) -> int:
 
 
 def gemv_schedule(tile: Tile, n: int, k: int, dtype: str, normed: bool) -> GemvSchedule:
-    """`normed`: the row is that of a layer norm, which takes registers."""
-    rule = _gemv_rule(n, k, normed)
+    """`normed`: the row is that of a layer norm, which each block computes for itself."""
+    rule = _gemv_rule(n, k)
     return tuned(tile, "gemv", buckets.gemv(n, k, normed), dtype, rule)
 
 
-def _gemv_rule(n: int, k: int, normed: bool) -> GemvSchedule:
-    """As measured on whole steps of GPT-2 small and XL."""
-    split_k, warps, warp_n, min_blocks = 1, 8, 4 if n >= 16384 else 2, 2
-    if not normed and k <= 1024:
-        split_k, min_blocks = max(1, k // 256), 3
-    elif not normed and k <= 2048:
-        warps, warp_n = 16, 1
-    elif not normed:
-        split_k, warp_n, min_blocks = min(5, -(-k // 768)), 1, 3 if k <= 4096 else 2
-    vectors = -(-k // (256 * split_k))  # of a row, in registers
-    warp_n = min(warp_n, max(1, 16 // vectors))
-    return GemvSchedule(-(-warps // split_k) * warp_n, warp_n, split_k, min_blocks)
+def _gemv_rule(n: int, k: int) -> GemvSchedule:
+    """As measured on whole steps of GPT-2 small to XL."""
+    reads = -(-k // 32)  # of 16 bytes, that a lane needs for a row
+    if n >= 16384:  # many blocks one after another
+        warp_n, split_k = 16, -(-reads // 10)
+        groups = max(1, 6 // split_k)
+    else:
+        warp_n, split_k = 8, -(-reads // 10)
+        groups = max(1, min(n // (8 * SMS), 12 // split_k))
+    registers = 48 + 4 * (warp_n // 8) * -(-reads // split_k)
+    threads = 32 * groups * split_k
+    blocks = min(REGISTERS_AN_SM // (registers * threads), THREADS_AN_SM // threads)
+    return GemvSchedule(groups * warp_n, warp_n, split_k, max(1, min(blocks, 4)))
 
 
 def attention_schedule(

@@ -26,20 +26,25 @@ WAIT = "cudaGridDependencySynchronize"
 
 
 @pytest.mark.parametrize(
-    ("rows", "k", "dtype", "device", "expected"),
+    ("rows", "k", "dtype", "arch", "expected"),
     [
-        (1, 768, BF16, "cuda", True),
-        (1, 8, F16, "cuda", True),
-        (1, MAX_COLUMNS, BF16, "cuda", True),
-        (2, 768, BF16, "cuda", False),
-        (0, 768, BF16, "cuda", False),
-        (1, 768, F32, "cuda", False),
-        (1, 770, BF16, "cuda", False),
-        (1, MAX_COLUMNS + 8, BF16, "cuda", False),
-        (1, 768, BF16, "cpu", False),
+        (1, 768, BF16, "sm_90a", True),
+        (1, 8, F16, "sm_80", True),
+        (1, MAX_COLUMNS, BF16, "sm_90a", True),
+        (2, 768, BF16, "sm_90a", False),
+        (0, 768, BF16, "sm_90a", False),
+        (1, 768, F32, "sm_90a", False),
+        (1, 770, BF16, "sm_90a", False),
+        (1, MAX_COLUMNS + 8, BF16, "sm_90a", False),
+        (1, 768, F16, "sm_75", False),
+        (1, 768, BF16, "", False),
     ],
 )
-def test_it_takes_one_row_and_16_bit_weights_in_whole_vectors(rows, k, dtype, device, expected):
+def test_it_takes_one_row_and_16_bit_weights_in_whole_vectors(
+    rows, k, dtype, arch, expected, monkeypatch
+):
+    monkeypatch.setattr("minifused.kernels.gemv.tile_for", lambda device: Tile(arch))
+    device = "cuda" if arch else "cpu"
     with FakeTensorMode():
         assert takes(rows, torch.empty(5, k, dtype=dtype, device=device)) == expected
 

@@ -60,7 +60,7 @@ ROWS = {
     "layer_norm": REDUCING,
 }
 OF_A_GPU = {  # which shuffle by themselves
-    "gemv": {"__syncthreads"},
+    "gemv": {"mma.sync", "__syncthreads"},
     "decode_attention_split": {"__syncthreads"},
     "piece_sums": REDUCING,
     "piece_values": REDUCING,

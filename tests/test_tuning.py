@@ -313,9 +313,9 @@ def test_what_is_over_budget_or_breaks_a_rule_is_refused():
         assert reason in limits.violation(tile, "flash_attention", dtype, refused, 64)
     gemv = schedule.GemvSchedule
     for refused, reason in [
-        (gemv(9, 4, 4, 1), "a divisor of 9"),
+        (gemv(20, 8, 4, 1), "a divisor of 20"),
         (gemv(64, 64, 1, 1), "64 rows a warp"),
-        (gemv(16, 1, 1, 5), "5 blocks of 512 threads do not fit"),
+        (gemv(32, 8, 4, 5), "5 blocks of 512 threads do not fit"),
     ]:
         assert reason in limits.violation(Tile("sm_90a"), "gemv", "bfloat16", refused)
     groups = schedule.SwapSchedule(16, 16, 64, 32, 512, 1, 16)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from minifused.kernels.gemv_row import STRIDE
+from minifused.kernels.gemv_row import CHUNK
 from minifused.kernels.limits import ITEM_BYTES, SMS, has_bulk_copies
 from minifused.kernels.schedule import (
     AttentionSchedule,
@@ -100,10 +100,15 @@ def swap_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SwapSchedul
 
 
 def gemv(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[GemvSchedule]:
-    for warp_n, split_k, warps in product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 5, 6, 8), (4, 8, 16)):
-        vectors = -(-w.k // (STRIDE * split_k))  # of a weight row in a lane's registers
-        if warps >= split_k and 2 <= warp_n * vectors <= 16 and (split_k - 1) * STRIDE < w.k:
-            yield GemvSchedule(warps // split_k * warp_n, warp_n, split_k, max(1, 16 // warps))
+    """What a lane has of its weight rows fits in registers, in few more warps than columns need."""
+    reads = -(-w.k // CHUNK)
+    for warp_n, split_k, groups in product((8, 16, 32), range(1, 21), (1, 2, 3, 4, 6)):
+        share, warps = -(-reads // split_k), groups * split_k
+        registers = 4 * (warp_n // 8) * share
+        even = share * split_k <= 1.15 * reads
+        if even and 2 <= warps <= 24 and (16 if split_k > 1 else 1) <= registers <= 96:
+            fitting = 65536 // (32 * warps * (registers + 48))
+            yield GemvSchedule(groups * warp_n, warp_n, split_k, max(1, min(fitting, 8)))
 
 
 def flash_attention(tile: Tile, dtype: str, w: AttentionWorkload) -> Iterator[AttentionSchedule]:
