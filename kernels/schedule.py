@@ -286,7 +286,7 @@ def _gemv_rule(n: int, k: int) -> GemvSchedule:
         warp_n, split_k = 16, -(-reads // 10)
         groups = max(1, 6 // split_k)
     else:
-        warp_n, split_k = 8, -(-reads // 10)
+        warp_n, split_k = 8, min(16, -(-reads // 10))
         groups = max(1, min(n // (8 * SMS), 12 // split_k))
     registers = 48 + 4 * (warp_n // 8) * -(-reads // split_k)
     threads = 32 * groups * split_k
