@@ -275,23 +275,24 @@ def _team(block_m: int, block_n: int) -> int:
 
 def gemv_schedule(tile: Tile, n: int, k: int, dtype: str, normed: bool) -> GemvSchedule:
     """`normed`: the row is that of a layer norm, which each block computes for itself."""
-    rule = _gemv_rule(n, k)
+    rule = _gemv_rule(n, k, normed)
     return tuned(tile, "gemv", buckets.gemv(n, k, normed), dtype, rule)
 
 
-def _gemv_rule(n: int, k: int) -> GemvSchedule:
-    """As measured on whole steps of GPT-2 small to XL."""
-    reads = -(-k // 32)  # of 16 bytes, that a lane needs for a row
-    if n >= 16384:  # many blocks one after another
-        warp_n, split_k = 16, -(-reads // 10)
-        groups = max(1, 6 // split_k)
-    else:
-        warp_n, split_k = 8, min(16, -(-reads // 10))
-        groups = max(1, min(n // (8 * SMS), 12 // split_k))
-    registers = 48 + 4 * (warp_n // 8) * -(-reads // split_k)
-    threads = 32 * groups * split_k
-    blocks = min(REGISTERS_AN_SM // (registers * threads), THREADS_AN_SM // threads)
-    return GemvSchedule(groups * warp_n, warp_n, split_k, max(1, min(blocks, 4)))
+def _gemv_rule(n: int, k: int, normed: bool) -> GemvSchedule:
+    """Near what the package's table has for GPT-2 small to XL, which is of whole steps.
+
+    A large block normalises its row for more weights, small ones leave fewer SMs idle.
+    """
+    reads = -(-k // 32)  # of 16 bytes, that a lane makes in a row
+    large = normed or n >= 16384
+    split_k = min(16, -(-reads // (10 if large else 4 if k <= 2048 else 16)))
+    share = -(-reads // split_k)
+    warp_n = 16 if share <= 12 and (large or 1024 < k <= 2048) else 8
+    block_n = 2 * warp_n if large and n >= warp_n * SMS else warp_n
+    threads, registers = 32 * block_n // warp_n * split_k, 48 + share * warp_n // 2
+    blocks = min(REGISTERS_AN_SM // registers, THREADS_AN_SM) // threads
+    return GemvSchedule(block_n, warp_n, split_k, max(1, min(blocks, 4)))
 
 
 def attention_schedule(
