@@ -6,10 +6,9 @@ makes the row (programmatic dependent launch): the memory never idles between tw
 comes before, a layer norm or the merging of a split attention, each block does for itself, since a
 kernel of its own would cost more than the arithmetic.
 
-A layer norm is linear but for two numbers of the row, so that it takes no pass of its own:
-
-    norm(x) @ W^T + bias = rstd * ((x * gain) @ W^T - mean * sums[0]) + sums[1],
-    sums[0] = W @ gain, sums[1] = W @ shift + bias.
+The products are a tensor core's, whose other operand has the row in all of its 8 columns. That
+seems a waste, but by multiplications of single numbers, each behind a conversion, the weights of a
+layer of GPT-2 XL took as long to multiply as to read.
 """
 
 import tilelang.language as T
@@ -35,8 +34,8 @@ def gemv_kernel(
 ):  # fmt: skip
     """Build Y (1, n) = act(x @ W (n, k)^T + bias (n)) + R (1, n).
 
-    x is X (1, k); with `eps`, the layer norm of a float32 X with `gain` (1, k) and `sums` (2, n),
-    which hold the bias; with `parts` = (splits, d), the attention that O (1, k / d, splits, d) and
+    x is X (1, k); with `eps`, the layer norm of a float32 X with `gain` (1, k), whose shift and the
+    bias are in `sums` (2, n), as gemv.norm_sums makes them; with `parts` = (splits, d), the attention that O (1, k / d, splits, d) and
     ML (1, k / d, splits, 2) make (see merge_splits). With `cached`, Y is a packed query, key and
     value, and the latter two also go to row positions[0] of the caches (1, capacity, n / 3), if
     there is such a row. `ahead` reads W, bias, gain and sums before the kernels launched earlier
