@@ -107,6 +107,7 @@ def gemv_kernel(
             if in_shared:
                 T.sync_threads()
             load_lane(x_shared if in_shared else X, 0, col, whole, x, 0, chunks)
+            T.clear(acc)
             dot(w, x, acc)
             gather(acc, dots, part, group, warp_n, tx, total)
             if normed:

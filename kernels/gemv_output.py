@@ -12,16 +12,15 @@ ABBREVIATIONS = {"bfloat16": "bf16", "float16": "fp16"}
 
 @T.macro
 def dot(w, x, acc):
-    """acc (CHAINS * tiles * 4) = products of w (rows * chunks, VECTOR) and x (chunks, VECTOR).
+    """acc (CHAINS * tiles * 4) += products of w (rows * chunks, VECTOR) and x (chunks, VECTOR).
 
     A tensor core's operands (m16n8k16 in the PTX manual) take any columns in any order, so long as
     it is the same of both: the 8 columns that a lane has of a row are the operand's pairs of two
-    products. A tile is 16 weight rows, or 8 and zeros; all 8 columns of its products are the same.
+    products. A tile is 16 weight rows, or 8 and zeros; its columns are the x of four lanes each.
     """
     chunks = x.shape[0]
     rows, tiles = w.shape[0] // chunks, acc.shape[0] // (4 * CHAINS)
     pair = T.alloc_local((8,), w.dtype)  # of a lane's part of an operand: rows g and g + 8
-    T.clear(acc)
     T.clear(pair)
     for c in T.unroll(chunks):
         for half in T.unroll(2):
@@ -40,16 +39,20 @@ def dot(w, x, acc):
                 )  # fmt: skip
 
 
+def of_chains(acc, at):
+    """A product, of the parts that the chains have of it."""
+    size = acc.shape[0] // CHAINS
+    return acc[at] + acc[size + at] + (acc[2 * size + at] + acc[3 * size + at])
+
+
 @T.macro
 def gather(acc, dots, part, group, warp_n, tx, total):
     """total = what belongs to the block's row tx; dots (split_k, block_n) is shared memory."""
-    lane, size = tx % 32, acc.shape[0] // CHAINS
-    if lane % 4 == 0:
+    lane = tx % 32
+    if lane % 4 == 0:  # all columns are the same
         for r in T.unroll(warp_n // LANES):
             at = r // 2 * 4 + r % 2 * 2  # of 16 rows a lane has two, in two columns each
-            dots[part, group + LANES * r + lane // 4] = (
-                acc[at] + acc[size + at] + (acc[2 * size + at] + acc[3 * size + at])
-            )
+            dots[part, group + LANES * r + lane // 4] = of_chains(acc, at)
     T.sync_threads()
     if tx < dots.shape[1]:
         total[0] = 0.0

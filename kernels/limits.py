@@ -34,6 +34,7 @@ MAX_GROUPS = 8  # of warps, a named barrier each: TileLang's begin at 3
 MAX_ACCUMULATORS = 192  # float32 a thread: it has 255 registers, for addresses and operands too
 PRODUCER_REGISTERS = 24  # a thread of its warpgroup that loads: the fewest there are
 FLASH_REGISTERS = 24  # a thread of flash_attention_sm90 needs beside its tiles
+HELD_REGISTERS = 112  # a thread, of weights: others are for rows of A, sums and addresses
 STATIC_BYTES = 46 * 1024  # of shared memory whose size is fixed: 48 KiB less barriers and the like
 CPU_TILE_BYTES = 1 << 20  # local arrays lie on the C stack
 
@@ -69,7 +70,7 @@ def shared_memory(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: 
     if kernel == "gemm":
         return _gemm_bytes(ITEM_BYTES[dtype], schedule)
     if kernel == "swap_gemm":
-        return _ring_bytes(ITEM_BYTES[dtype], schedule)
+        return 0 if schedule.held else _ring_bytes(ITEM_BYTES[dtype], schedule)
     if kernel == "gemm_sm90":
         item = ITEM_BYTES[dtype]
         staged = 0 if stores_through_ring(schedule) else item * schedule.groups
@@ -93,7 +94,12 @@ def staged_bytes(s: SwapSchedule) -> int:
 
 def swap_bytes(tile: Tile, s: SwapSchedule) -> int:
     """Shared memory of swap_gemm beside its ring: sums, and of each row its position and norm."""
-    return 12 * s.block_m + (staged_bytes(s) if tile.capability >= 90 else 0)
+    return 12 * s.block_m + (staged_bytes(s) if s.held or tile.capability >= 90 else 0)
+
+
+def held_rows(s: SwapSchedule) -> int:
+    """Of W, of which a warp holds a step in registers."""
+    return s.block_n * s.groups * 32 // s.num_threads
 
 
 def _gemm_bytes(item: int, s: GemmSchedule) -> int:
@@ -144,6 +150,8 @@ def violation(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: int 
 def _on_cpu(kernel: str, s: Any, head_dim: int) -> Iterator[str]:
     if s.num_threads != 1:
         yield f"{s.num_threads} threads: a block has 1 on a CPU"
+    if getattr(s, "held", False):
+        yield "weights are held for a tensor core"
     elements = _cpu_elements(kernel, s, head_dim)
     if 4 * elements > CPU_TILE_BYTES:
         yield f"over budget: tiles of {4 * elements} bytes, and a CPU's stack has {CPU_TILE_BYTES}"
@@ -173,7 +181,7 @@ def _on_cuda(tile: Tile, kernel: str, dtype: str, s: Any, head_dim: int) -> Iter
     if kernel == "gemm" and tile.has_tensor_core(dtype):
         yield from _gemm_warps(s.block_m, s.block_n, s)
     if kernel == "swap_gemm":
-        yield from _swap_groups(s)
+        yield from _swap_held(s) if s.held else _swap_groups(s)
         if not tile.has_tensor_core(dtype):
             yield f"{dtype}: a tensor core would round it to TF32"
     if kernel == "gemv":
@@ -241,6 +249,22 @@ def _swap_groups(s: SwapSchedule) -> Iterator[str]:
     if s.groups > 1 and not staged_bytes(s):
         yield f"{s.groups} groups: their sums need one tile, and at most {STATIC_BYTES} bytes"
     yield from _gemm_warps(s.block_n, s.block_m, replace(s, num_threads=s.num_threads // s.groups))
+
+
+def _swap_held(s: SwapSchedule) -> Iterator[str]:
+    if (s.block_m, s.tiles, s.num_stages) != (8, 1, 1) or s.block_k % 32:
+        yield "weights are held for 8 rows, one tile and stage, in steps of a multiple of 32"
+    for name, size in {"rows": s.block_n, "threads": s.num_threads, "groups": s.groups}.items():
+        if size & (size - 1):
+            yield f"{size} {name}: expected a power of 2"
+    if held_rows(s) not in (8, 16, 32):
+        yield f"{held_rows(s)} rows of W a warp: expected 8, 16 or 32"
+    if (registers := held_rows(s) * s.block_k // 64) > HELD_REGISTERS:
+        yield f"{registers} registers a thread of weights: over {HELD_REGISTERS} leave too few"
+    if not staged_bytes(s):
+        yield f"{s.groups} groups: their sums need at most {STATIC_BYTES} bytes"
+    if s.min_blocks * s.num_threads > THREADS_AN_SM:
+        yield f"{s.min_blocks} blocks of {s.num_threads} threads do not fit on an SM"
 
 
 def _gemv_warps(s: GemvSchedule) -> Iterator[str]:

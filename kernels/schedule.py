@@ -54,6 +54,8 @@ class SwapSchedule:
     num_threads: int
     tiles: int = 1  # of W that a block goes through
     groups: int = 1  # of warps, that take turns at the steps through K
+    held: bool = False  # a step's operands lie in registers, and no stages in shared memory
+    min_blocks: int = 0  # that are to share an SM, which limits registers, 0 for any number
 
 
 @dataclass(frozen=True)
