@@ -254,11 +254,11 @@ def _swap_groups(s: SwapSchedule) -> Iterator[str]:
 def _swap_held(s: SwapSchedule) -> Iterator[str]:
     if (s.block_m, s.tiles, s.num_stages) != (8, 1, 1) or s.block_k % 32:
         yield "weights are held for 8 rows, one tile and stage, in steps of a multiple of 32"
-    for name, size in {"rows": s.block_n, "threads": s.num_threads, "groups": s.groups}.items():
-        if size & (size - 1):
-            yield f"{size} {name}: expected a power of 2"
-    if held_rows(s) not in (8, 16, 32):
-        yield f"{held_rows(s)} rows of W a warp: expected 8, 16 or 32"
+    if s.block_n & (s.block_n - 1):
+        yield f"{s.block_n} rows of W: the width of a residual stream's parts is a power of 2"
+    warps = s.num_threads // 32
+    if warps % s.groups or s.block_n * s.groups not in (8 * warps, 16 * warps, 32 * warps):
+        yield f"{s.groups} groups of {warps} warps: each warp has 8, 16 or 32 rows of W"
     if (registers := held_rows(s) * s.block_k // 64) > HELD_REGISTERS:
         yield f"{registers} registers a thread of weights: over {HELD_REGISTERS} leave too few"
     if not staged_bytes(s):

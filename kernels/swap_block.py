@@ -5,17 +5,10 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from minifused.kernels.limits import ITEM_BYTES, has_bulk_copies, held_rows, staged_bytes
+from minifused.kernels.limits import ITEM_BYTES, has_bulk_copies, staged_bytes
 from minifused.kernels.schedule import SwapSchedule
 from minifused.kernels.swap_fold import load_moments, merge_moments, moments_shape
 from minifused.kernels.swap_follow import follow_tile
-from minifused.kernels.swap_held import (
-    Held,
-    hold_rows,
-    hold_weights,
-    lane_shape,
-    multiply_held,
-)
 from minifused.kernels.swap_ring import (
     Ring,
     fill,
@@ -58,13 +51,12 @@ class Product(NamedTuple):
 
     @property
     def has_ring(self) -> bool:
-        has_bulk = has_bulk_copies(self.tile, self.k * ITEM_BYTES[self.dtype])
-        return has_bulk and not self.schedule.held
+        return has_bulk_copies(self.tile, self.k * ITEM_BYTES[self.dtype])
 
     @property
     def staged(self) -> bool:
         """Whether sums go through shared memory, where groups of warps add up theirs."""
-        return self.schedule.held or (self.has_ring and staged_bytes(self.schedule) > 0)
+        return self.has_ring and staged_bytes(self.schedule) > 0
 
     @property
     def early(self) -> bool:
@@ -83,10 +75,8 @@ def block(p, A, W, bias, R, C, caches, norm, after):
     with T.Kernel(
         T.ceildiv(p.n, block_n * s.tiles), T.ceildiv(A.shape[0], block_m), threads=threads
     ) as (bx, by):
-        W_shared = None if s.held else tile.shared((*slots, block_n, block_k), p.dtype)
-        A_shared = None if s.held else tile.shared((*slots, block_m, block_k), p.dtype)
-        w = T.alloc_local(lane_shape(s, held_rows(s)), p.dtype) if s.held else None
-        a = T.alloc_local(lane_shape(s, block_m), p.dtype) if s.held else None
+        W_shared = tile.shared((*slots, block_n, block_k), p.dtype)
+        A_shared = tile.shared((*slots, block_m, block_k), p.dtype)
         places = fixed(tile, (block_m,), "int32")
         norms = fixed(tile, (block_m, 2), f32) if fold else None
         x = T.alloc_local(moments_shape(block_m, norm[0].shape[1], threads), f32) if fold else None
@@ -98,21 +88,16 @@ def block(p, A, W, bias, R, C, caches, norm, after):
         full = T.alloc_barrier([1] * stages) if p.has_ring else None
         row, first = by * block_m, bx * s.tiles * block_n
         ring = Ring(W, A, W_shared, A_shared, full, first, row, stages, steps, total)
-        held = Held(W, A, w, a, first, row, s, steps) if s.held else None
         end = End(tile, p.activation, norms, slope, b, r, done)
-        if s.min_blocks:
-            T.annotate_min_blocks_per_sm(s.min_blocks)
         tile.pdl_trigger()
         if not p.ahead:
             tile.pdl_sync()
         fill(ring, load_weights)
-        hold_weights(held, 0)
         if p.early:
             load_constants(tile, bias, norm, after, first, b, slope, gain)
         tile.pdl_sync()
         load_moments(norm, row, x, block_m, threads)
         fill(ring, load_rows)
-        hold_rows(held, 0)
         if p.has_ring:
             T.sync_threads()  # or TileLang has one later, where warps would wait for loads
         merge_moments(fold, p.k, x, norms, threads)
@@ -125,10 +110,7 @@ def block(p, A, W, bias, R, C, caches, norm, after):
             if p.staged:
                 # 4 columns more: other banks
                 sums = fixed(tile, (s.groups, block_m, block_n + 4), f32)
-                if s.held:
-                    multiply_held(held, sums)
-                else:
-                    multiply_in_groups(ring, sums, threads // s.groups)
+                multiply_in_groups(ring, sums, threads // s.groups)
                 finish_tile(end, functools.partial(sum_of, sums))
             else:
                 acc = tile.fragment((block_n, block_m), f32)

@@ -11,6 +11,7 @@ import tilelang.language as T
 
 from minifused.kernels.schedule import SwapSchedule
 from minifused.kernels.swap_block import Product, block
+from minifused.kernels.swap_held_block import held_block
 from minifused.kernels.tile import Tile
 
 
@@ -32,7 +33,7 @@ def swap_gemm_kernel(
     follow: of C (float32) and gain (n,) also make the next kernel's A, `scaled` (m, n) of `dtype`,
     and its stats, `moments` (m, 2 * parts), of parts of block_n columns.
     """
-    m, f32 = T.dynamic("m"), "float32"
+    m, f32, run = T.dynamic("m"), "float32", held_block if schedule.held else block
     product = Product(
         tile, n, k, dtype, out_dtype, activation, has_bias, has_residual, ahead, schedule, fold
     )
@@ -43,7 +44,7 @@ def swap_gemm_kernel(
 
         @T.prim_func
         def swap_gemm(A: A_type, W: W_type, bias: bias_type, R: R_type, C: C_type):
-            block(product, A, W, bias, R, C, None, None, None)
+            run(product, A, W, bias, R, C, None, None, None)
 
         return swap_gemm
 
@@ -63,6 +64,6 @@ def swap_gemm_kernel(
     ):  # fmt: skip
         caches = (positions, K_cache, V_cache) if cached else None
         norm, after = (stats, sums) if fold else None, (gain, scaled, moments) if follow else None
-        block(product, A, W, bias, R, C, caches, norm, after)
+        run(product, A, W, bias, R, C, caches, norm, after)
 
     return swap_gemm_step

@@ -10,27 +10,36 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from minifused.kernels.gemv_output import CHAINS, LANES, dot, of_chains
-from minifused.kernels.gemv_row import CHUNK, VECTOR, load_lane, load_vector
+from minifused.kernels.gemv_row import CHUNK, VECTOR, load_vector
 from minifused.kernels.limits import held_rows
 from minifused.kernels.schedule import SwapSchedule
 
 
 class Held(NamedTuple):
-    """What a lane holds of both operands, which groups of warps take by turns, a step each."""
+    """What a lane holds of both operands: of each turn of its group of warps a part of K."""
 
     W: Any
     A: Any
-    w: Any  # (warp_n // LANES * chunks, VECTOR): of a lane
+    w: Any  # (warp_n // LANES * chunks, VECTOR)
     a: Any  # (chunks, VECTOR)
     first: Any  # row of W of the block
     row: Any  # of A
     schedule: SwapSchedule
-    steps: int  # through K
+    turns: int
 
 
-def lane_shape(schedule: SwapSchedule, rows: int) -> tuple[int, int]:
-    """Of what a lane holds of a step of so many rows."""
-    return rows // LANES * (schedule.block_k // CHUNK), VECTOR
+def turns_of(schedule: SwapSchedule, k: int) -> int:
+    return -(-k // (schedule.groups * schedule.block_k))
+
+
+def lane_shape(schedule: SwapSchedule, k: int, rows: int) -> tuple[int, int]:
+    """Of what a lane holds of so many rows: parts of K differ by a chunk at most."""
+    parts = turns_of(schedule, k) * schedule.groups
+    return rows // LANES * -(-k // (CHUNK * parts)), VECTOR
+
+
+def acc_shape(schedule: SwapSchedule) -> tuple[int]:
+    return (CHAINS * -(-held_rows(schedule) // 16) * 4,)
 
 
 def _place(s: SwapSchedule) -> tuple[Any, Any, Any]:
@@ -42,56 +51,52 @@ def _place(s: SwapSchedule) -> tuple[Any, Any, Any]:
 
 @T.macro
 def hold_weights(held, turn):
-    """Ask for the weights of the step that a group has in its turn; past the last row it is it."""
-    if held is not None:
-        lane, _, rows = _place(held.schedule)
-        for r in T.unroll(held_rows(held.schedule) // LANES):
-            row = T.min(held.first + rows + LANES * r + lane // 4, held.W.shape[0] - 1)
-            load_lane(held.W, row, _column(held, turn), _is_whole(held), held.w, r, held.a.shape[0])
+    """Ask for the weights of a turn; past the last row there is that one again."""
+    lane, _, rows = _place(held.schedule)
+    for r in T.unroll(held_rows(held.schedule) // LANES):
+        row = T.min(held.first + rows + LANES * r + lane // 4, held.W.shape[0] - 1)
+        for c in list(range(int(held.a.shape[0]))):
+            col, inside = _column(held, turn, c)
+            load_vector(held.W, row, col, inside, held.w, r * held.a.shape[0] + c)
 
 
 @T.macro
 def hold_rows(held, turn):
-    """Ask for the same columns of the rows; past the last row there are zeros."""
-    if held is not None:
-        row = held.row + _place(held.schedule)[0] // 4
-        for c in T.unroll(held.a.shape[0]):
-            col = _column(held, turn) + c * CHUNK
-            inside = row < held.A.shape[0]
-            if not _is_whole(held):
-                inside = T.And(inside, col < held.A.shape[1])
-            load_vector(held.A, row, col, inside, held.a, c)
+    """Ask for the same columns of the rows; past the last row there is that one again."""
+    T.assume(held.A.shape[0] > 0)
+    row = T.min(held.row + _place(held.schedule)[0] // 4, held.A.shape[0] - 1)
+    for c in list(range(int(held.a.shape[0]))):
+        col, inside = _column(held, turn, c)
+        load_vector(held.A, row, col, inside, held.a, c)
 
 
-def _column(held: Held, turn):
-    """The first of a lane's columns."""
-    lane, group, _ = _place(held.schedule)
-    return (turn * held.schedule.groups + group) * held.schedule.block_k + lane % 4 * VECTOR
-
-
-def _is_whole(held: Held) -> bool:
-    """Whether no lane reaches past the last column."""
-    s = held.schedule
-    return _turns(held) * s.groups * s.block_k == int(held.W.shape[1])
-
-
-def _turns(held: Held) -> int:
-    return -(-held.steps // held.schedule.groups)
+def _column(held: Held, turn, c: int) -> tuple[Any, Any]:
+    """Of a lane's chunk c the first column, and whether there is such a chunk."""
+    k, (lane, group, _) = int(held.W.shape[1]), _place(held.schedule)
+    chunks, parts = -(-k // CHUNK), held.turns * held.schedule.groups
+    part, least, longer = turn * held.schedule.groups + group, chunks // parts, chunks % parts
+    col = (part * least + (T.min(part, longer) if longer else 0) + c) * CHUNK + lane % 4 * VECTOR
+    if k % CHUNK == 0 or c < least - 1:
+        return col, c < least or part < longer
+    return col, col < k if c < least else T.And(part < longer, col < k)
 
 
 @T.macro
-def multiply_held(held, sums):
-    """sums (groups, 8, >= block_n) = the products of each group, of which a step is there."""
-    acc = T.alloc_local((CHAINS * -(-held_rows(held.schedule) // 16) * 4,), "float32")
+def multiply_held(held, acc):
+    """acc = a warp's products of its rows, of all turns, of which the first is there."""
     T.clear(acc)
     dot(held.w, held.a, acc)
-    for turn in T.serial(_turns(held) - 1):
+    for turn in T.serial(held.turns - 1):
         hold_weights(held, turn + 1)
         hold_rows(held, turn + 1)
         dot(held.w, held.a, acc)
+
+
+@T.macro
+def leave_products(held, acc, sums):
+    """sums (groups, 8, >= block_n) = the products of each group."""
     lane, group, rows = _place(held.schedule)
     for r in T.unroll(held_rows(held.schedule) // LANES):
-        for e in T.unroll(2):  # a lane has two columns of two of 16 rows
+        for e in T.unroll(2):  # of 16 rows a lane has two, in two columns each
             total = of_chains(acc, r // 2 * 4 + r % 2 * 2 + e)
             sums[group, lane % 4 * 2 + e, rows + LANES * r + lane // 4] = total
-    T.sync_threads()

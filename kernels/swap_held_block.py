@@ -1,0 +1,76 @@
+"""A block of swap_gemm that holds its operands in registers: see swap_held.py."""
+
+import functools
+
+import tilelang.language as T
+
+from minifused.kernels.limits import held_rows
+from minifused.kernels.swap_fold import load_moments, merge_moments, moments_shape
+from minifused.kernels.swap_follow import follow_tile
+from minifused.kernels.swap_held import (
+    Held,
+    acc_shape,
+    hold_rows,
+    hold_weights,
+    lane_shape,
+    leave_products,
+    multiply_held,
+    turns_of,
+)
+from minifused.kernels.swap_store import (
+    End,
+    finish_tile,
+    fixed,
+    keep,
+    load_constants,
+    load_places,
+    load_tile,
+    store,
+    sum_of,
+)
+
+
+@T.macro
+def held_block(p, A, W, bias, R, C, caches, norm, after):
+    """See swap_gemm_kernel for the tensors; caches, norm and after are tuples of them, or None."""
+    tile, s, fold, f32 = p.tile, p.schedule, p.fold, "float32"
+    block_m, block_n, threads = s.block_m, s.block_n, s.num_threads
+    with T.Kernel(T.ceildiv(p.n, block_n), T.ceildiv(A.shape[0], block_m), threads=threads) as (
+        bx,
+        by,
+    ):
+        w = T.alloc_local(lane_shape(s, p.k, held_rows(s)), p.dtype)
+        a = T.alloc_local(lane_shape(s, p.k, block_m), p.dtype)
+        acc = T.alloc_local(acc_shape(s), f32)
+        x = T.alloc_local(moments_shape(block_m, norm[0].shape[1], threads), f32) if fold else None
+        b = tile.fragment((block_n,), f32 if fold else p.dtype) if p.has_bias or fold else None
+        slope = tile.fragment((block_n,), f32) if fold else None
+        r = tile.fragment((block_m, block_n), p.out_dtype) if p.has_residual else None
+        gain = tile.fragment((block_n,), p.dtype) if after else None
+        done = tile.fragment((block_m, block_n), p.out_dtype)
+        places = fixed(tile, (block_m,), "int32")
+        norms = fixed(tile, (block_m, 2), f32) if fold else None
+        sums = fixed(tile, (s.groups, block_m, block_n + 4), f32)  # 4 columns more: other banks
+        row, col = by * block_m, bx * block_n
+        held = Held(W, A, w, a, col, row, s, turns_of(s, p.k))
+        end = End(tile, p.activation, norms, slope, b, r, done)
+        if s.min_blocks:
+            T.annotate_min_blocks_per_sm(s.min_blocks)
+        tile.pdl_trigger()
+        if not p.ahead:
+            tile.pdl_sync()
+        hold_weights(held, 0)
+        load_constants(tile, bias, norm, after, col, b, slope, gain)
+        tile.pdl_sync()
+        load_moments(norm, row, x, block_m, threads)
+        load_tile(tile, R, row, col, r)
+        hold_rows(held, 0)
+        load_places(tile, caches, row, places)
+        multiply_held(held, acc)
+        leave_products(held, acc, sums)
+        merge_moments(fold, p.k, x, norms, threads)  # late: its divisions branch, and loads wait
+        T.sync_threads()
+        finish_tile(end, functools.partial(sum_of, sums))
+        store(tile, done, C, row, col)
+        keep(tile, done, caches, places, row, col)
+        follow_tile(tile, done, after, gain, row, col, bx)
