@@ -9,7 +9,7 @@ from bisect import bisect_left
 
 GEMM_ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SKINNY_ROWS = (1, 2, 4, 8, 16)
-SWAP_ROWS = (16, 32, 64, 128)  # each has tiles of its own
+SWAP_ROWS = (8, 16, 32, 64, 128)  # each has tiles of its own
 KEYS = (256, 512, 1024, 2048, 4096, 8192)  # of an attention
 BLOCKS = (16, 64, 256)  # batch times heads, of decoding
 ROWS = (128, 1024)  # of softmax and layer norm: fewer than a GPU's cores, a few each, many

@@ -230,6 +230,10 @@ def swap_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedul
 
 def _swap_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:
     if has_bulk_copies(tile, k * ITEM_BYTES[dtype]):
+        held = _held_rule(n, k)
+        fits = m <= HELD_ROWS and n * k * ITEM_BYTES[dtype] <= HELD_BYTES
+        if fits and not violation(tile, "swap_gemm", dtype, held):
+            return held
         return _ring_rule(tile, m, n, k, dtype)
     block_m, block_k = max(16, next_power_of_2(m)), min(64, max(16, next_power_of_2(k)))
     if not tile.is_cuda:
@@ -237,6 +241,24 @@ def _swap_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:
     block_n = next((rows for rows in (128, 64, 32) if n >= 64 * rows), 16)
     threads = min(128, 32 * (block_n // 16) * (block_m // 8))
     return SwapSchedule(block_m, block_n, block_k, min(3, -(-k // block_k)), threads)
+
+
+HELD_ROWS = 8  # of A, whose weights are held: the columns of a tensor core's smallest tile
+HELD_BYTES = 24 << 20  # of weights, that the registers of all SMs hold for the most part
+HELD_READS = 13  # of 16 bytes, that a lane makes in a row
+
+
+def _held_rule(n: int, k: int) -> SwapSchedule:
+    """A lane reads a little of each row, and as many blocks share an SM as have registers."""
+    chunks, block_n = -(-k // 32), 16
+    reads = HELD_READS if k > 1024 else 6
+    groups = min(16, next_power_of_2(-(-chunks // reads)))
+    share = -(-chunks // groups)
+    registers = 32 + share * (block_n // 2 + 2)  # half of the rows of A are on their way at once
+    blocks = REGISTERS_AN_SM // (32 * groups * registers)
+    return SwapSchedule(
+        HELD_ROWS, block_n, 32 * share, 1, 32 * groups, 1, groups, True, max(1, min(blocks, 8))
+    )
 
 
 def _ring_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:

@@ -63,9 +63,9 @@ def held_block(p, A, W, bias, R, C, caches, norm, after):
         load_constants(tile, bias, norm, after, col, b, slope, gain)
         tile.pdl_sync()
         load_moments(norm, row, x, block_m, threads)
-        load_tile(tile, R, row, col, r)
         hold_rows(held, 0)
         load_places(tile, caches, row, places)
+        load_tile(tile, R, row, col, r)
         multiply_held(held, acc)
         leave_products(held, acc, sums)
         merge_moments(fold, p.k, x, norms, threads)  # late: its divisions branch, and loads wait

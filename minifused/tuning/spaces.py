@@ -11,6 +11,7 @@ from itertools import product
 from minifused.kernels.gemv_row import CHUNK
 from minifused.kernels.limits import ITEM_BYTES, SMS, has_bulk_copies
 from minifused.kernels.schedule import (
+    HELD_ROWS,
     AttentionSchedule,
     FlashSchedule,
     GemmSchedule,
@@ -85,6 +86,8 @@ def skinny_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SkinnySch
 
 
 def swap_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SwapSchedule]:
+    if tile.capability >= 90 and w.m <= HELD_ROWS:
+        yield from _held(w)
     most = max(16, next_power_of_2(w.m))
     has_ring = has_bulk_copies(tile, w.k * ITEM_BYTES[dtype])
     rows = [m for m in (16, 32, 64, 128) if m == most or (has_ring and most // 4 <= m < most)]
@@ -97,6 +100,22 @@ def swap_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SwapSchedul
             if (fits and 16 <= m * n // warps // 32 <= 64) or (m, n, warps) == (16, 16, 1):
                 for stages in {min(count, tiles * steps) for count in (4, 8, 12, 24)}:
                     yield SwapSchedule(m, n, k, stages, 32 * warps * groups, tiles, groups)
+
+
+def _held(w: LinearWorkload) -> Iterator[SwapSchedule]:
+    """As many blocks as fit on an SM, in registers that hold half of the rows or all of them."""
+    reads = -(-w.k // CHUNK)
+    for (n, warp_n), groups in product(
+        ((16, 16), (32, 16), (32, 32), (64, 16)), (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
+    ):
+        share, threads = -(-reads // groups), 32 * n // warp_n * groups
+        if threads <= 640 and share * groups <= 1.15 * reads:
+            counts = {
+                min(8, 65536 // (threads * (warp_n + 32 + share * (warp_n // 2 + rows))))
+                for rows in (2, 4)
+            }
+            for blocks in sorted(counts - {0}) or [1]:
+                yield SwapSchedule(8, n, 32 * share, 1, threads, 1, groups, True, blocks)
 
 
 def gemv(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[GemvSchedule]:
