@@ -244,7 +244,7 @@ def _swap_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:
 
 
 HELD_ROWS = 8  # of A, whose weights are held: the columns of a tensor core's smallest tile
-HELD_BYTES = 24 << 20  # of weights, that the registers of all SMs hold for the most part
+HELD_BYTES = 24 << 20  # of weights that the registers of all SMs hold for the most part
 HELD_READS = 13  # of 16 bytes, that a lane makes in a row
 
 

@@ -11,6 +11,7 @@ from itertools import product
 from minifused.kernels.gemv_row import CHUNK
 from minifused.kernels.limits import ITEM_BYTES, SMS, has_bulk_copies
 from minifused.kernels.schedule import (
+    HELD_BYTES,
     HELD_ROWS,
     AttentionSchedule,
     FlashSchedule,
@@ -86,7 +87,7 @@ def skinny_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SkinnySch
 
 
 def swap_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SwapSchedule]:
-    if tile.capability >= 90 and w.m <= HELD_ROWS:
+    if tile.capability >= 90 and w.m <= HELD_ROWS and 2 * w.n * w.k <= HELD_BYTES:
         yield from _held(w)
     most = max(16, next_power_of_2(w.m))
     has_ring = has_bulk_copies(tile, w.k * ITEM_BYTES[dtype])
@@ -106,10 +107,10 @@ def _held(w: LinearWorkload) -> Iterator[SwapSchedule]:
     """As many blocks as fit on an SM, in registers that hold half of the rows or all of them."""
     reads = -(-w.k // CHUNK)
     for (n, warp_n), groups in product(
-        ((16, 16), (32, 16), (32, 32), (64, 16)), (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
+        ((8, 8), (16, 8), (16, 16), (32, 16), (32, 32), (64, 16), (64, 32)), (1, 2, 4, 8, 16, 32)
     ):
         share, threads = -(-reads // groups), 32 * n // warp_n * groups
-        if threads <= 640 and share * groups <= 1.15 * reads:
+        if threads <= 1024 and share * groups <= 1.3 * reads:
             counts = {
                 min(8, 65536 // (threads * (warp_n + 32 + share * (warp_n // 2 + rows))))
                 for rows in (2, 4)

@@ -1,0 +1,188 @@
+"""swap_gemm with its weights in registers, for up to 8 rows: CUDA source, and on a GPU results.
+
+test_swap_gemm.py and test_fold.py go through it too, where they have so few rows.
+"""
+
+import re
+
+import pytest
+import torch
+from helpers import assert_within_bound, needs_cuda, normal, poisoned
+from test_fold import CASES, EPS, assert_followed, check_fold, check_follow, norm_weights
+from test_lowering import assert_64_bit_indices, split_barriers
+from test_swap_gemm import BF16, EPILOGUES, F32, H200, check, doubles, formula
+
+from minifused.kernels import build, limits, schedule
+from minifused.kernels.schedule import SwapSchedule
+from minifused.kernels.swap_gemm_kernel import swap_gemm_kernel
+from minifused.kernels.tile import CPU, Tile
+
+
+def held(block_n, warp_n, groups, block_k, min_blocks=0):
+    threads = 32 * groups * block_n // warp_n
+    return SwapSchedule(8, block_n, block_k, 1, threads, 1, groups, True, min_blocks)
+
+
+# Which rows, and which schedules
+
+
+@pytest.mark.parametrize("width", [768, 1024, 1280, 1600])
+def test_up_to_8_rows_of_a_layer_are_for_it_and_no_head_is(width):
+    for m in (2, 8):
+        for n, k in [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]:
+            chosen = schedule.swap_schedule(H200, m, n, k, BF16)
+            assert chosen.held and chosen.groups * chosen.block_k >= k
+            assert chosen.min_blocks * chosen.num_threads <= limits.THREADS_AN_SM
+        assert not schedule.swap_schedule(H200, m, 50304, width, BF16).held
+    assert not schedule.swap_schedule(H200, 9, width, width, BF16).held
+    assert not schedule.swap_schedule(Tile("sm_80"), 8, width, width, BF16).held
+
+
+@pytest.mark.parametrize(
+    ("chosen", "reason"),
+    [
+        (held(24, 8, 1, 64), "power of 2"),
+        (held(64, 64, 1, 32), "8, 16 or 32 rows"),
+        (SwapSchedule(8, 32, 32, 1, 96, 1, 2, True), "2 groups of 3 warps"),
+        (held(16, 16, 4, 480), "120 registers"),
+        (held(16, 16, 4, 40), "multiple of 32"),
+        (SwapSchedule(16, 16, 32, 1, 32, 1, 1, True), "for 8 rows"),
+        (SwapSchedule(8, 16, 32, 2, 32, 1, 1, True), "one tile and stage"),
+        (held(16, 16, 8, 64, 9), "9 blocks of 256 threads"),
+        (held(16, 16, 5, 64), "160 threads"),
+    ],
+)
+def test_what_cannot_work_is_refused(chosen, reason):
+    assert reason in limits.violation(H200, "swap_gemm", BF16, chosen)
+
+
+def test_a_cpu_holds_nothing():
+    assert "tensor core" in limits.violation(
+        CPU, "swap_gemm", F32, SwapSchedule(8, 16, 32, 1, 1, held=True)
+    )
+
+
+# CUDA source
+
+
+def source(case, width=768, m=8, chosen=None, ahead=True):
+    """The body of one of test_fold's cases."""
+    n, k, activation, cached, fold, follow, out = CASES[case]
+    n, k = int(n * width), k * width
+    chosen = chosen or schedule.swap_schedule(H200, m, n, k, BF16)
+    text = build.lower(
+        swap_gemm_kernel, H200, n, k, BF16, out, activation, follow, follow, ahead, chosen, cached,
+        (16, EPS) if fold else None, follow,
+    )  # fmt: skip
+    return text[text.rindex("__launch_bounds__") :]
+
+
+def halves(text):
+    """What is done before the kernels ahead have ended, and after."""
+    before, *_, after = text[text.index("{") :].split("cudaGridDependencySynchronize")
+    return before, after
+
+
+LAYER = ["qkv", "o", "fc1", "fc2"]
+READ = r"\*\((\w+)\s*\*\)\({} \+"
+
+
+@pytest.mark.parametrize("width", [768, 1600])
+@pytest.mark.parametrize("case", LAYER)
+def test_operands_are_read_16_bytes_at_a_time_the_weights_ahead_of_the_kernel_before(case, width):
+    text = source(case, width)
+    before, after = halves(text)
+    assert "cudaTriggerProgrammaticLaunchCompletion" in before
+    assert set(re.findall(READ.format("W"), before)) == {"uint4"}
+    assert set(re.findall(READ.format("A"), after)) == {"uint4"}
+    assert not re.search(r"\bW( \+|\[)", after) and not re.search(r"\b[AW]\[", text)
+    others = r"\b(A|C|R|stats|moments|scaled|K_cache|V_cache|positions)\b"
+    assert not re.search(others + r"(\[| \+)", before)
+    assert text.count("mma_sync<") == 1 and "tma_load" not in text and "atomic" not in text
+
+
+def test_weights_that_may_still_be_written_are_read_after_them():
+    text = source("o", ahead=False)
+    body = text[text.index("{") :]
+    assert not re.search(r"\b(W|A|bias|R|gain) \+", body[: body.index("GridDependency")])
+
+
+@pytest.mark.parametrize("case", LAYER)
+def test_sums_have_one_order_and_barriers_all_threads(case):
+    text = source(case, 1600)
+    assert split_barriers(text) == [] and text.count("__syncthreads") == 1
+
+
+def test_all_columns_of_whole_chunks_are_read_without_a_condition():
+    """Parts of K differ by a chunk: only the last of a lane's may not be there."""
+    before, _ = halves(source("qkv", 1600))  # 50 chunks in 4 parts
+    assert len(re.findall(READ.format("W"), before)) == 13
+    assert before.count("if (") == 1
+    before, _ = halves(source("qkv", 768))
+    assert "if (" not in before
+
+
+def test_a_block_goes_through_more_turns_than_one():
+    before, after = halves(source("fc2", chosen=held(16, 16, 4, 256)))
+    assert re.search(READ.format("W"), before) and re.search(READ.format("W"), after)
+    assert "turn" in after
+
+
+def test_indices_are_64_bit():
+    assert_64_bit_indices(source("qkv", width=1_000_000, chosen=held(16, 16, 4, 64)), "W")
+    for tensor in ("A", "C", "K_cache", "V_cache"):
+        assert_64_bit_indices(source("qkv"), tensor)
+
+
+# On a GPU
+
+ROWS = (2, 3, 7, 8)
+VARIANTS = [
+    held(16, 16, 1, 224), held(16, 8, 4, 256), held(32, 16, 4, 256), held(32, 32, 8, 128),
+    held(64, 16, 4, 256), held(64, 16, 8, 128), held(16, 16, 16, 64, 2), held(64, 32, 16, 64),
+    held(16, 16, 2, 128), held(8, 8, 16, 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("k", [8, 72, 1000, 3072])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@needs_cuda
+def test_odd_sizes(m, k, dtype):
+    check(m, 77, k, dtype, "gelu_tanh", has_residual=True)
+    check(m, 77, k, dtype, None, out_dtype=torch.float32)
+    check_follow("cuda", dtype, m, 77, k)
+    for width in (16, 24):
+        check_fold("cuda", dtype, m, 77, k, width)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES.values(), ids=EPILOGUES)
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@needs_cuda
+def test_epilogues(epilogue, dtype, out_dtype):
+    for m in ROWS:
+        check(m, 96, 1000, dtype, *epilogue, out_dtype)
+
+
+@pytest.mark.parametrize("chosen", VARIANTS, ids=str)
+@pytest.mark.parametrize("m", ROWS)
+@needs_cuda
+def test_schedules_that_the_rules_do_not_choose(chosen, m):
+    """A residual stream and what is made of it, in place, with rows that end within a block."""
+    n, k, draw = 200, 1000, normal("cuda", torch.bfloat16)
+    x, weight, bias = draw(m, k), draw(n, k, std=k**-0.5), draw(n)
+    residual = normal("cuda", seed=1)(m, n)
+    gain = norm_weights("cuda", torch.bfloat16, n)[0]
+    kernel = build.compile_kernel(
+        swap_gemm_kernel, build.tile_for(x.device), n, k, BF16, F32, None, True, True, True, chosen,
+        False, None, True,
+    )  # fmt: skip
+    out, scaled = residual.clone(), poisoned(m, n, device="cuda", dtype=torch.bfloat16)
+    moments = poisoned(m, 2 * -(-n // chosen.block_n), device="cuda")
+    kernel(x, weight, bias, out, out, *[None] * 5, gain, scaled, moments)
+    given = x, weight, bias, None, residual
+    assert_within_bound(
+        out, formula(*doubles(*given)), formula(x, weight, bias, None, None) + residual
+    )
+    assert_followed(out, gain, scaled, moments.view(m, -1, 2), chosen.block_n)
