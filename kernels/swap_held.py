@@ -70,7 +70,7 @@ def hold_rows(held, turn):
         load_vector(held.A, row, col, inside, held.a, c)
 
 
-def _column(held: Held, turn, c: int) -> tuple[Any, Any]:
+def _column(held: Held, turn: Any, c: int) -> tuple[Any, Any]:
     """Of a lane's chunk c the first column, and whether there is such a chunk."""
     k, (lane, group, _) = int(held.W.shape[1]), _place(held.schedule)
     chunks, parts = -(-k // CHUNK), held.turns * held.schedule.groups
