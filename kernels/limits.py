@@ -70,7 +70,8 @@ def shared_memory(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: 
     if kernel == "gemm":
         return _gemm_bytes(ITEM_BYTES[dtype], schedule)
     if kernel == "swap_gemm":
-        return 0 if schedule.held else _ring_bytes(ITEM_BYTES[dtype], schedule)
+        item = ITEM_BYTES[dtype]
+        return _rows_bytes(item, schedule) if schedule.held else _ring_bytes(item, schedule)
     if kernel == "gemm_sm90":
         item = ITEM_BYTES[dtype]
         staged = 0 if stores_through_ring(schedule) else item * schedule.groups
@@ -84,6 +85,15 @@ def shared_memory(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: 
 
 def _ring_bytes(item: int, s: GemmSchedule | SwapSchedule | RingGemmSchedule) -> int:
     return s.num_stages * (s.block_m + s.block_n) * s.block_k * item
+
+
+def row_stride(columns: int) -> int:
+    """Of rows in shared memory, of which two side by side have different banks."""
+    return columns + (32 - columns) % 64
+
+
+def _rows_bytes(item: int, s: SwapSchedule) -> int:
+    return s.block_m * row_stride(s.groups * s.block_k) * item if s.shared_rows else 0
 
 
 def staged_bytes(s: SwapSchedule) -> int:

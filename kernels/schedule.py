@@ -55,6 +55,7 @@ class SwapSchedule:
     tiles: int = 1  # of W that a block goes through
     groups: int = 1  # of warps, that take turns at the steps through K
     held: bool = False  # a step's operands lie in registers, and no stages in shared memory
+    shared_rows: bool = False  # of A, where W is held: registers are for W alone
     min_blocks: int = 0  # that are to share an SM, which limits registers, 0 for any number
 
 
@@ -249,16 +250,19 @@ HELD_READS = 13  # of 16 bytes, that a lane makes in a row
 
 
 def _held_rule(n: int, k: int) -> SwapSchedule:
-    """A lane reads a little of each row, and as many blocks share an SM as have registers."""
-    chunks, block_n = -(-k // 32), 16
-    reads = HELD_READS if k > 1024 else 6
-    groups = min(16, next_power_of_2(-(-chunks // reads)))
+    """The smallest blocks that are all on an SM at once; a lane reads a little of each row."""
+    chunks = -(-k // 32)
+    groups = min(16, next_power_of_2(-(-chunks // (HELD_READS if k > 1024 else 6))))
     share = -(-chunks // groups)
-    registers = 32 + share * (block_n // 2 + 2)  # half of the rows of A are on their way at once
-    blocks = REGISTERS_AN_SM // (32 * groups * registers)
-    return SwapSchedule(
-        HELD_ROWS, block_n, 32 * share, 1, 32 * groups, 1, groups, True, max(1, min(blocks, 8))
-    )
+    shared = share > 6
+    # Of a row 8 registers, and if A is not shared 2: half of its rows are on their way at once.
+    registers = 28 + 8 * share if shared else 32 + 10 * share
+    for block_n in (16, 32, 64):
+        threads = 2 * block_n * groups
+        blocks = min(8, max(1, REGISTERS_AN_SM // (threads * registers)))
+        if -(-n // block_n) <= SMS * blocks:
+            break
+    return SwapSchedule(HELD_ROWS, block_n, 32 * share, 1, threads, 1, groups, True, shared, blocks)
 
 
 def _ring_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:

@@ -61,6 +61,28 @@ def hold_weights(held, turn):
 
 
 @T.macro
+def share_rows(A, row, A_shared, num_threads):
+    """Ask for A_shared (8, >= k) = rows of A; past the last row there is that one again."""
+    T.assume(A.shape[0] > 0)
+    tx = T.get_thread_binding()
+    lanes, k = num_threads // 8, int(A.shape[1])  # lanes of a row
+    own, lane = T.min(row + tx // lanes, A.shape[0] - 1), tx % lanes
+    for i in list(range(-(-k // (VECTOR * lanes)))):
+        col = (i * lanes + lane) * VECTOR
+        if (i + 1) * lanes * VECTOR <= k or col < k:
+            _copy(A, own, A_shared, tx // lanes, col)
+    T.ptx_commit_group()
+
+
+def _copy(A, own, A_shared, row, col):
+    return T.ptx_cp_async(
+        T.access_ptr(A_shared[row, col], "w", extent=VECTOR),
+        T.access_ptr(A[own, col], "r", extent=VECTOR),
+        VECTOR,
+    )
+
+
+@T.macro
 def hold_rows(held, turn):
     """Ask for the same columns of the rows; past the last row there is that one again."""
     T.assume(held.A.shape[0] > 0)

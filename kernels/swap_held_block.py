@@ -4,7 +4,7 @@ import functools
 
 import tilelang.language as T
 
-from minifused.kernels.limits import held_rows
+from minifused.kernels.limits import held_rows, row_stride
 from minifused.kernels.swap_fold import load_moments, merge_moments, moments_shape
 from minifused.kernels.swap_follow import follow_tile
 from minifused.kernels.swap_held import (
@@ -15,6 +15,7 @@ from minifused.kernels.swap_held import (
     lane_shape,
     leave_products,
     multiply_held,
+    share_rows,
     turns_of,
 )
 from minifused.kernels.swap_store import (
@@ -52,7 +53,11 @@ def held_block(p, A, W, bias, R, C, caches, norm, after):
         norms = fixed(tile, (block_m, 2), f32) if fold else None
         sums = fixed(tile, (s.groups, block_m, block_n + 4), f32)  # 4 columns more: other banks
         row, col = by * block_m, bx * block_n
-        held = Held(W, A, w, a, col, row, s, turns_of(s, p.k))
+        turns = turns_of(s, p.k)
+        shared = s.shared_rows and turns == 1
+        stride = row_stride(s.groups * s.block_k)
+        A_shared = T.alloc_shared((block_m, stride), p.dtype) if shared else None
+        held = Held(W, A_shared if shared else A, w, a, col, 0 if shared else row, s, turns)
         end = End(tile, p.activation, norms, slope, b, r, done)
         if s.min_blocks:
             T.annotate_min_blocks_per_sm(s.min_blocks)
@@ -63,9 +68,16 @@ def held_block(p, A, W, bias, R, C, caches, norm, after):
         load_constants(tile, bias, norm, after, col, b, slope, gain)
         tile.pdl_sync()
         load_moments(norm, row, x, block_m, threads)
-        hold_rows(held, 0)
+        if shared:
+            share_rows(A, row, A_shared, threads)
+        else:
+            hold_rows(held, 0)
         load_places(tile, caches, row, places)
         load_tile(tile, R, row, col, r)
+        if shared:
+            T.ptx_wait_group(0)
+            T.sync_threads()
+            hold_rows(held, 0)
         multiply_held(held, acc)
         leave_products(held, acc, sums)
         merge_moments(fold, p.k, x, norms, threads)  # late: its divisions branch, and loads wait

@@ -18,9 +18,9 @@ from minifused.kernels.swap_gemm_kernel import swap_gemm_kernel
 from minifused.kernels.tile import CPU, Tile
 
 
-def held(block_n, warp_n, groups, block_k, min_blocks=0):
+def held(block_n, warp_n, groups, block_k, min_blocks=0, shared_rows=False):
     threads = 32 * groups * block_n // warp_n
-    return SwapSchedule(8, block_n, block_k, 1, threads, 1, groups, True, min_blocks)
+    return SwapSchedule(8, block_n, block_k, 1, threads, 1, groups, True, shared_rows, min_blocks)
 
 
 # Which rows, and which schedules
@@ -94,8 +94,9 @@ def test_operands_are_read_16_bytes_at_a_time_the_weights_ahead_of_the_kernel_be
     before, after = halves(text)
     assert "cudaTriggerProgrammaticLaunchCompletion" in before
     assert set(re.findall(READ.format("W"), before)) == {"uint4"}
-    assert set(re.findall(READ.format("A"), after)) == {"uint4"}
-    assert not re.search(r"\bW( \+|\[)", after) and not re.search(r"\b[AW]\[", text)
+    copied = re.findall(r"cp_async_gs<(\d+)>\(.*&\(A\[", after)
+    assert set(re.findall(READ.format("A"), after)) | set(copied) in ({"uint4"}, {"16"})
+    assert not re.search(r"\bW( \+|\[)", after) and not re.search(r"\bW\[", text)
     others = r"\b(A|C|R|stats|moments|scaled|K_cache|V_cache|positions)\b"
     assert not re.search(others + r"(\[| \+)", before)
     assert text.count("mma_sync<") == 1 and "tma_load" not in text and "atomic" not in text
@@ -110,7 +111,8 @@ def test_weights_that_may_still_be_written_are_read_after_them():
 @pytest.mark.parametrize("case", LAYER)
 def test_sums_have_one_order_and_barriers_all_threads(case):
     text = source(case, 1600)
-    assert split_barriers(text) == [] and text.count("__syncthreads") == 1
+    shared = "cp_async_wait<0>" in text
+    assert split_barriers(text) == [] and text.count("__syncthreads") == 1 + shared
 
 
 def test_all_columns_of_whole_chunks_are_read_without_a_condition():
@@ -131,7 +133,16 @@ def test_a_block_goes_through_more_turns_than_one():
 def test_indices_are_64_bit():
     assert_64_bit_indices(source("qkv", width=1_000_000, chosen=held(16, 16, 4, 64)), "W")
     for tensor in ("A", "C", "K_cache", "V_cache"):
-        assert_64_bit_indices(source("qkv"), tensor)
+        for width in (768, 1600):
+            assert_64_bit_indices(source("qkv", width), tensor)
+
+
+def test_rows_in_shared_memory_are_waited_for_by_all():
+    text = source("fc2", 1600)
+    wait, barrier = text.index("cp_async_wait<0>"), text.index("__syncthreads")
+    reads = [match.start() for match in re.finditer(r"\*\(uint4\*\)\(A_shared", text)]
+    assert text.rindex("cp_async_gs") < text.index("cp_async_commit") < wait < barrier < min(reads)
+    assert len(reads) == 13
 
 
 # On a GPU
@@ -140,7 +151,9 @@ ROWS = (2, 3, 7, 8)
 VARIANTS = [
     held(16, 16, 1, 224), held(16, 8, 4, 256), held(32, 16, 4, 256), held(32, 32, 8, 128),
     held(64, 16, 4, 256), held(64, 16, 8, 128), held(16, 16, 16, 64, 2), held(64, 32, 16, 64),
-    held(16, 16, 2, 128), held(8, 8, 16, 64),
+    held(16, 16, 2, 128), held(8, 8, 16, 64), held(16, 16, 8, 128, 3, True),
+    held(32, 32, 8, 128, 1, True), held(64, 16, 4, 256, 1, True), held(16, 8, 4, 256, 0, True),
+    held(8, 8, 32, 32, 1, True), held(16, 16, 2, 128, 0, True),
 ]  # fmt: skip
 
 

@@ -104,19 +104,15 @@ def swap_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SwapSchedul
 
 
 def _held(w: LinearWorkload) -> Iterator[SwapSchedule]:
-    """As many blocks as fit on an SM, in registers that hold half of the rows or all of them."""
+    """With as many blocks on an SM as registers let there be."""
     reads = -(-w.k // CHUNK)
-    for (n, warp_n), groups in product(
-        ((8, 8), (16, 8), (16, 16), (32, 16), (32, 32), (64, 16), (64, 32)), (1, 2, 4, 8, 16, 32)
-    ):
+    tiles = ((8, 8), (16, 8), (16, 16), (32, 16), (32, 32), (64, 16), (64, 32))
+    for (n, warp_n), groups, shared in product(tiles, (1, 2, 4, 8, 16, 32), (False, True)):
         share, threads = -(-reads // groups), 32 * n // warp_n * groups
         if threads <= 1024 and share * groups <= 1.3 * reads:
-            counts = {
-                min(8, 65536 // (threads * (warp_n + 32 + share * (warp_n // 2 + rows))))
-                for rows in (2, 4)
-            }
-            for blocks in sorted(counts - {0}) or [1]:
-                yield SwapSchedule(8, n, 32 * share, 1, threads, 1, groups, True, blocks)
+            registers = warp_n + 16 + share * (warp_n // 2 + (0 if shared else 3))
+            blocks = max(1, min(8, 65536 // (threads * registers)))
+            yield SwapSchedule(8, n, 32 * share, 1, threads, 1, groups, True, shared, blocks)
 
 
 def gemv(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[GemvSchedule]:
