@@ -205,8 +205,8 @@ def test_only_constants_are_read_ahead_of_the_kernel_before(case, m):
 def test_barriers_are_for_all_threads(case, m):
     source, chosen = lowered(case, m)
     assert all("partial" in barrier for _, barrier in split_barriers(source))  # of a group
-    if limits.staged_bytes(chosen):  # none but that of the sums; the ring's is opened before it
-        assert source.count("__syncthreads") == (1 if chosen.held else 3)
+    if limits.staged_bytes(chosen):  # of the sums, and of what is loaded
+        assert source.count("__syncthreads") == (1 + chosen.shared_rows if chosen.held else 3)
 
 
 @pytest.mark.parametrize("m", [16])
