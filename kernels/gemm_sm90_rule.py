@@ -37,7 +37,7 @@ def ring_gemm_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> RingGe
 def _rule(m: int, n: int, k: int) -> RingGemmSchedule:
     """That of the most rows that share a bucket, so that these compile once."""
     rows = min(buckets.ceiling(m, buckets.GEMM_ROWS), 2 * buckets.GEMM_ROWS[-1])
-    best = min(FORMS, key=lambda form: _clocks(form, rows, n, k))
+    best = min(FORMS, key=lambda form: clocks(form, rows, n, k))
     if n >= HEAD_COLUMNS:
         best = HEAD
     elif SMS // 2 < -(-rows // ONE_ROUND.block_m) * -(-n // ONE_ROUND.block_n) <= SMS:
@@ -46,7 +46,7 @@ def _rule(m: int, n: int, k: int) -> RingGemmSchedule:
     return replace(best, swizzle=best.swizzle or swizzle)
 
 
-def _clocks(s: RingGemmSchedule, m: int, n: int, k: int) -> float:
+def clocks(s: RingGemmSchedule, m: int, n: int, k: int) -> float:
     """About how long a product takes."""
     area, tiles = s.block_m * s.block_n, -(-m // s.block_m) * -(-n // s.block_n)
     rounds, steps = -(-tiles // SMS), -(-k // s.block_k)

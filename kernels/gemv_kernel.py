@@ -35,9 +35,10 @@ def gemv_kernel(
     """Build Y (1, n) = act(x @ W (n, k)^T + bias (n)) + R (1, n).
 
     x is X (1, k); with `eps`, the layer norm of a float32 X with `gain` (1, k), whose shift and the
-    bias are in `sums` (2, n), as gemv.norm_sums makes them; with `parts` = (splits, d), the attention that O (1, k / d, splits, d) and
-    ML (1, k / d, splits, 2) make (see merge_splits). With `cached`, Y is a packed query, key and
-    value, and the latter two also go to row positions[0] of the caches (1, capacity, n / 3), if
+    bias are in `sums` (2, n), as gemv.norm_sums makes them; with `parts` = (splits, d), the
+    attention that O (1, k / d, splits, d) and ML (1, k / d, splits, 2) make (see merge_splits).
+    With `cached`, Y is a packed query, key and value, and the latter two also go to row
+    positions[0] of the caches (1, capacity, n / 3), if
     there is such a row. `ahead` reads W, bias, gain and sums before the kernels launched earlier
     have ended. X, W, bias and gain have `dtype`, R and Y `out_dtype`, the others float32.
     """

@@ -11,6 +11,11 @@ from minifused.kernels import build, schedule_table
 torch.backends.cuda.matmul.allow_tf32 = False
 torch.backends.cudnn.allow_tf32 = False
 
+# Processes that run side by side share the cores: threads of theirs would wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _direct_call = build._direct_call
 
 

@@ -4,10 +4,13 @@ import functools
 from collections.abc import Callable
 
 import pytest
+import tilelang
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from tvm.ir.transform import PassContext
 
+from minifused.kernels.tile import Tile
 from minifused.metrics import BOUNDS, Errors, measure, within
 
 _cuda_marks = (
@@ -47,6 +50,24 @@ def needs_sm90(test: Callable) -> Callable:
     """The same on a GPU of sm_90 alone, which has kernels of its own."""
     here = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     return needs_cuda(pytest.mark.skipif(not here, reason="no GPU of sm_90")(test))
+
+
+@functools.cache
+def lower_once(builder: Callable, tile: Tile, *static) -> tuple[str, int]:
+    """The CUDA source, and the bytes of dynamic shared memory: seconds, so all tests share it."""
+    with tile.target:
+        program = builder(tile, *static)
+        configs = program.attrs.get("tilelang_pass_configs")
+        with PassContext(opt_level=3, config=dict(configs or {})):
+            artifact = tilelang.lower(program, target=tile.target)
+    attributes = [f.attrs for f in artifact.device_mod.functions.values() if f.attrs]
+    shared = [int(a["dyn_shared_memory_buf"]) for a in attributes if "dyn_shared_memory_buf" in a]
+    return artifact.kernel_source, max(shared, default=0)
+
+
+def body_of_kernel(source: str) -> str:
+    """The CUDA kernel itself, without its declaration."""
+    return source[source.rindex("__launch_bounds__") :]
 
 
 def normal(device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Callable:

@@ -6,6 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from tilelang.contrib import cc
+from tilelang.env import TILELANG_TEMPLATE_PATH as TEMPLATES
+
+from minifused.errors import UserError
+from minifused.kernels import build
+from minifused.kernels.build import compile_kernel
+from minifused.kernels.row_softmax import row_softmax_kernel
+from minifused.kernels.schedule import row_schedule
+from minifused.kernels.tile import CPU
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
@@ -93,13 +102,32 @@ def test_without_a_home_a_temporary_folder_serves():
     assert run.stdout == "[[0.25, 0.25, 0.25, 0.25]]\n" and "TILELANG_CACHE_DIR" in run.stderr
 
 
-def test_no_compiler_is_a_user_error_that_names_it(tmp_path):
-    process = start(tmp_path, PATH="", CXX="")
-    _, errors = process.communicate("\n", timeout=100)
-    assert process.returncode != 0
-    message = errors.strip().splitlines()[-1]
-    assert message.startswith("minifused.errors.UserError: no C++ compiler")
-    assert all(name in message for name in ("g++", "clang++", "CXX"))
+@pytest.fixture
+def no_compiler(monkeypatch):
+    for name in ("PATH", "CXX", "CC"):
+        monkeypatch.setenv(name, "")
+    cc.get_cplus_compiler.cache_clear()
+    yield
+    monkeypatch.undo()
+    cc.get_cplus_compiler.cache_clear()
+
+
+def test_no_compiler_is_a_user_error_that_names_it(no_compiler):
+    static = 19, 19, "float32", "float32", row_schedule(CPU, 19, 19)  # columns of no other test
+    with pytest.raises(UserError, match=r"^no C\+\+ compiler") as caught:
+        compile_kernel(row_softmax_kernel, CPU, *static)
+    assert all(name in str(caught.value) for name in ("g++", "clang++", "CXX"))
+
+
+def test_the_compiler_of_a_cpu_kernel_reads_nothing_of_half_hpp():
+    source, flags = "#include <tl_templates/cpp/common.h>\n", build.CPU_FLAGS
+    command = [cc.get_cplus_compiler(), "-std=c++17", "-x", "c++", "-", f"-I{TEMPLATES}", *flags]
+    unused = subprocess.run([*command, "-M"], input=source, capture_output=True, text=True)
+    assert "common.h" in unused.stdout and "istream" not in unused.stdout, unused.stderr
+    use = subprocess.run(
+        [*command, "-fsyntax-only"], input=source + "half x;", capture_output=True, text=True
+    )
+    assert "incomplete type" in use.stderr  # rather than a wrong result
 
 
 def test_no_nvcc_is_a_user_error_that_names_the_remedies(tmp_path):

@@ -5,13 +5,20 @@ import re
 
 import pytest
 import torch
-from helpers import assert_within_bound, int32, needs_cuda, normal, poisoned
+from helpers import (
+    assert_within_bound,
+    body_of_kernel,
+    int32,
+    lower_once,
+    needs_cuda,
+    normal,
+    poisoned,
+)
 from test_attention import eager_attention, reference_attention, visible_keys
 from test_cache_ops import check_decode
 from test_lowering import assert_64_bit_indices, split_barriers
 
 from minifused import ops
-from minifused.kernels import build
 from minifused.kernels.decode_attention_combine import decode_attention_combine_kernel
 from minifused.kernels.decode_attention_split import (
     decode_attention_partials,
@@ -78,18 +85,15 @@ def test_blocks_are_split_until_there_is_one_for_each_sm_and_enough_keys_for_eac
 # The CUDA source
 
 
-@functools.cache
 def split_source(arch, dtype="bfloat16", head_dim=64, splits=8):
     """Of the form that writes partials if there are several splits."""
     static = 12, head_dim, True, head_dim**-0.5, dtype, splits > 1, SplitSchedule(splits, 4, 256)
-    source = build.lower(decode_attention_split_kernel, Tile(arch), *static)
-    return source[source.rindex("__launch_bounds__") :]
+    return body_of_kernel(lower_once(decode_attention_split_kernel, Tile(arch), *static)[0])
 
 
-@functools.cache
 def combine_source(arch):
-    source = build.lower(decode_attention_combine_kernel, Tile(arch), 12, 64, 8, "bfloat16")
-    return source[source.rindex("__launch_bounds__") :]
+    static = 12, 64, 8, "bfloat16"
+    return body_of_kernel(lower_once(decode_attention_combine_kernel, Tile(arch), *static)[0])
 
 
 SOURCES = {

@@ -184,8 +184,9 @@ def lowered(case, m, width=768):
     return source[source.rindex("__launch_bounds__") :], chosen
 
 
+# "o" differs from "fc2" in its depth alone, and in how many groups share that.
 on_each_case = pytest.mark.parametrize(
-    ("case", "m"), [*((case, m) for case in CASES for m in (8, 16)), ("fc2", 128)]
+    ("case", "m"), [*((case, m) for case in CASES if case != "o" for m in (8, 16)), ("fc2", 128)]
 )
 
 
@@ -219,8 +220,8 @@ def test_moments_are_on_their_way_before_the_rows_and_merged_before_a_wait(case,
     assert source.count("__shfl_xor_sync") == 2
 
 
-@pytest.mark.parametrize("m", [8, 16])
-@pytest.mark.parametrize("case", ["o", "fc2"])
+@pytest.mark.parametrize("m", [8, 16, 128])
+@pytest.mark.parametrize("case", ["fc2"])
 def test_a_rows_moments_are_summed_within_a_warp(case, m):
     source, _ = lowered(case, m)
     sums = re.findall(r"AllReduce<tl::SumOp, (\d+), 1, ", source)

@@ -4,15 +4,13 @@ import functools
 import re
 
 import pytest
-import tilelang
 import torch
-from helpers import ACTIVATIONS, assert_within_bound, needs_sm90, normal, poisoned
+from helpers import ACTIVATIONS, assert_within_bound, lower_once, needs_sm90, normal, poisoned
 from torch.nn import functional as F
-from tvm.ir.transform import PassContext
 
 from minifused import ops
 from minifused.kernels import build, gemm_sm90, gemm_sm90_rule, limits, schedule
-from minifused.kernels.gemm_sm90_kernel import UNCHECKED, gemm_sm90_kernel
+from minifused.kernels.gemm_sm90_kernel import gemm_sm90_kernel
 from minifused.kernels.schedule import RingGemmSchedule
 from minifused.kernels.tile import Tile
 
@@ -112,15 +110,11 @@ def test_linear_gives_it_what_it_takes(took, monkeypatch):
 # CUDA source
 
 
-@functools.cache
 def lowered(chosen, n=768, k=768, epilogue=EPILOGUES["gelu_tanh"], ahead=True):
     """The source, and the bytes of dynamic shared memory."""
     activation, has_bias, has_residual, out = epilogue
     static = n, k, BF16, out, activation, has_bias, has_residual, ahead, chosen
-    with SM90.target, PassContext(opt_level=3, config=UNCHECKED):
-        artifact = tilelang.lower(gemm_sm90_kernel(SM90, *static), target=SM90.target)
-    (function,) = artifact.device_mod.functions.values()
-    return artifact.kernel_source, int(function.attrs["dyn_shared_memory_buf"])
+    return lower_once(gemm_sm90_kernel, SM90, *static)
 
 
 @pytest.mark.parametrize("form", ["128x256", "128x128", "64x64", "ping_pong", "deep"])

@@ -24,6 +24,24 @@ needs_nvcc = pytest.mark.skipif(assembly.find_tool("nvcc") is None, reason="no n
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def lowered_once():
+    """Lowering a case gives the same each time and takes seconds: all tests share it."""
+    lower, known = inspection.lower, {}
+
+    def lower_once(case):
+        key = case.builder, case.tile, case.static, case.schedule
+        if key not in known:
+            known[key] = lower(case)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inspection, "lower", lower_once)
+        patch.setattr(profiling, "lower", lower_once)
+        patch.setitem(SCRIPT["main"].__globals__, "lower", lower_once)
+        yield
+
+
 @functools.cache
 def facts(kernel, arch):
     case = make_case(kernel, arch)
@@ -432,7 +450,7 @@ def test_a_shared_tile_is_swizzled_over_all_banks(tiles):
 def test_layouts_are_drawn(tmp_path, suffix):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"layouts{suffix}"
-    SCRIPT["main"](["row_softmax", "--arch=sm_90a", "--plot", str(path)])
+    SCRIPT["main"](["row_softmax", "--arch=sm_90a", "--shape=n=768", "--plot", str(path)])
     head = {".png": b"\x89PNG", ".svg": b"<?xml"}[suffix]
     assert path.read_bytes().startswith(head) and path.stat().st_size > 5000
 
@@ -583,7 +601,7 @@ def test_a_folder_that_is_not_there_cannot_be_written(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "absent" / "x.svg"
     with pytest.raises(UserError, match="cannot write"):
-        SCRIPT["main"](["row_softmax", "--arch=sm_90a", "--plot", str(path)])
+        SCRIPT["main"](["row_softmax", "--arch=sm_90a", "--shape=n=768", "--plot", str(path)])
 
 
 def test_nvcc_that_fails_says_why(monkeypatch):

@@ -1,13 +1,19 @@
 """swap_gemm: arithmetic on a CPU, CUDA source, and ops.linear on a GPU."""
 
-import functools
 import math
 import re
 
 import pytest
-import tilelang
 import torch
-from helpers import ACTIVATIONS, assert_within_bound, needs_cuda, normal, poisoned
+from helpers import (
+    ACTIVATIONS,
+    assert_within_bound,
+    body_of_kernel,
+    lower_once,
+    needs_cuda,
+    normal,
+    poisoned,
+)
 from torch.nn import functional as F
 
 from minifused import ops
@@ -117,18 +123,13 @@ GPT2 = {  # rows of weight, columns, activation, bias, residual, dtype of the re
 }
 
 
-@functools.cache
 def lowered(tile, m, n, k, out_dtype=F32, activation=None, has_bias=True, has_residual=True):
     """The body of the CUDA kernel, its schedule, and its bytes of dynamic shared memory."""
     chosen = schedule.swap_schedule(tile, m, n, k, BF16)
     epilogue = activation, has_bias, has_residual
-    with tile.target:
-        kernel = swap_gemm_kernel(tile, n, k, BF16, out_dtype, *epilogue, True, chosen)
-        artifact = tilelang.lower(kernel, target=tile.target)
-    functions = artifact.device_mod.functions.values()
-    source = artifact.kernel_source
-    shared = max(int(f.attrs.get("dyn_shared_memory_buf", 0)) for f in functions)
-    return source[source.rindex("__launch_bounds__") :], chosen, shared
+    static = n, k, BF16, out_dtype, *epilogue, True, chosen
+    source, shared = lower_once(swap_gemm_kernel, tile, *static)
+    return body_of_kernel(source), chosen, shared
 
 
 def of_gpt2(case, m):
@@ -144,9 +145,8 @@ def positions(pattern, source):
     ("arch", "n", "k", "wanted"),
     [
         ("sm_90a", 4800, 1600, {"wgmma_ss", "tma_load"}),
-        ("sm_90a", 2304, 768, {"mma_sync", "ldmatrix", "tma_load"}),
+        ("sm_90a", 768, 3072, {"mma_sync", "ldmatrix", "tma_load"}),
         ("sm_100a", 2304, 768, {"mma_sync", "ldmatrix", "tma_load"}),
-        ("sm_80", 768, 768, {"mma_sync", "ldmatrix", "cp_async_gs<16>"}),
         ("sm_80", 768, 3072, {"mma_sync", "ldmatrix", "cp_async_gs<16>"}),
     ],
 )
@@ -206,9 +206,8 @@ def test_no_group_waits_for_another_before_the_sums(case):
 @pytest.mark.parametrize(("k", "steps"), [(64, 1), (320, 5), (768, 12)])
 def test_a_group_without_a_step_waits_for_none(k, steps):
     chosen = SwapSchedule(16, 16, 64, 12, 256, groups=8)
-    with H200.target:
-        kernel = swap_gemm_kernel(H200, 768, k, BF16, F32, None, True, True, True, chosen)
-        source = tilelang.lower(kernel, target=H200.target).kernel_source
+    static = 768, k, BF16, F32, None, True, True, True, chosen
+    source, _ = lower_once(swap_gemm_kernel, H200, *static)
     assert len(positions(r"\.wait\(", source)) == min(steps, 8)
     assert len(positions("mma_sync", source)) == 2 * min(steps, 8)  # 16 x 8 each
 

@@ -288,10 +288,14 @@ def test_the_doctor_says_what_is_missing(monkeypatch):
 
 
 def test_settings_are_put_back():
-    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    with runner.fair_settings(torch.device("cpu")):
-        assert torch.get_num_threads() == 1
-    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    torch.set_num_threads(2)
+    try:
+        with runner.fair_settings(torch.device("cpu")):
+            assert torch.get_num_threads() == 1
+        assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (2, precision)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_the_list_has_all(capsys):

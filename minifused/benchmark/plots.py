@@ -194,9 +194,9 @@ def _log_scale(axes: "Axes", which: str, values: Iterable[float]) -> None:
 def _bars(
     records: Sequence[Record], metric: str, title: str, label: str, colours: Colours
 ) -> "Figure":
-    """A group of bars a case, a bar a contender."""
+    """A group of bars a case, the small ones first, and a bar a contender."""
     figure, (axes,) = _new_figure(4.4)
-    cases = by_case(records)
+    cases = sorted(by_case(records), key=lambda case: _case_sizes(case[0]))
     present = {r.contender for r in records}
     contenders = [name for name in colours if name in present]
     width = 0.84 / len(contenders)
@@ -227,8 +227,12 @@ def _bars(
 
 
 def _case_label(record: Record) -> str:
-    shape = record.shape
-    return f"batch {shape['batch']}\n{shape['prompt']} + {shape['new_tokens']}"
+    batch, prompt, new_tokens = _case_sizes(record)
+    return f"batch {batch}\n{prompt} + {new_tokens}"
+
+
+def _case_sizes(record: Record) -> list[Any]:
+    return [record.shape[size] for size in ("batch", "prompt", "new_tokens")]
 
 
 # The kernels

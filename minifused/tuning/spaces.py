@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from minifused.kernels.gemm_sm90_rule import clocks
 from minifused.kernels.gemv_row import CHUNK
-from minifused.kernels.limits import ITEM_BYTES, SMS, has_bulk_copies
+from minifused.kernels.limits import ITEM_BYTES, SMS, has_bulk_copies, violation
 from minifused.kernels.schedule import (
     HELD_BYTES,
     HELD_ROWS,
@@ -33,6 +34,7 @@ from minifused.workloads import (
     VectorAddWorkload,
 )
 
+SLACK = 1.4  # of the model that the rule has, which is not exact
 SWIZZLE = 10  # panels of blocks that share their operands in L2
 THREADS = (32, 64, 128, 256, 512, 1024)
 VALUES_A_THREAD = (4, 64)  # of a row: 16 bytes at a time, and no spills
@@ -62,13 +64,22 @@ def _gemm_on_tensor_cores(w: LinearWorkload) -> Iterator[GemmSchedule]:
 
 
 def ring_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[RingGemmSchedule]:
-    """Blocks that share an SM, or resident ones, whose warpgroups may take turns."""
-    panels = (0, 8, 16) if w.m > 1024 else (0,)
-    for m, n, stages in product((64, 128), (64, 96, 128, 160, 192), (3, 4, 6)):
+    """Of blocks that share an SM, and of resident ones, those that may be near the fastest.
+
+    A tile's width is any multiple of 16, since few rows leave SMs idle with all but some of them.
+    """
+    size = w.m, w.n, w.k
+    forms = list(_ring_forms((0, 8, 16) if w.m > 1024 else (0,)))
+    least = min(clocks(s, *size) for s in forms if not violation(tile, "gemm_sm90", dtype, s))
+    yield from (s for s in forms if clocks(s, *size) <= SLACK * least)
+
+
+def _ring_forms(panels: tuple[int, ...]) -> Iterator[RingGemmSchedule]:
+    for m, n, stages in product((64, 128), range(48, 208, 16), (3, 4, 6, 8)):
         for blocks in (1, 2, 3):
             yield RingGemmSchedule(m, n, stages, m // 64, blocks, swizzle=panels[-1])
-    for stages, swizzle in product((3, 4), panels):
-        for m, n in ((128, 256), (256, 128), (128, 192), (128, 160)):
+    for stages, swizzle in product((3, 4, 5), panels):
+        for m, n in (*((128, n) for n in range(112, 272, 16)), (256, 96), (256, 112), (256, 128)):
             yield RingGemmSchedule(m, n, stages, 2, 1, SMS, swizzle=swizzle, registers=240)
         for m, n in ((128, 128), (64, 256), (64, 192)):
             yield RingGemmSchedule(m, n, stages, 2, 1, SMS, True, swizzle, 240)
