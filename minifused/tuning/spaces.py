@@ -10,6 +10,7 @@ from itertools import product
 
 from minifused.kernels.gemm_sm90_rule import SMS
 from minifused.kernels.gemv_row import STRIDE
+from minifused.kernels.layer_norm_warps import takes_row
 from minifused.kernels.limits import ITEM_BYTES, has_bulk_copies
 from minifused.kernels.schedule import (
     FLASH_BLOCKS,
@@ -167,6 +168,14 @@ def row(tile: Tile, dtype: str, w: SoftmaxWorkload | LayerNormWorkload) -> Itera
     for n, threads in product(sorted(pieces | {max(32, min(whole, 32768))}), THREADS):
         if least <= n // threads <= most:
             yield RowSchedule(n, threads)
+
+
+def layer_norm(tile: Tile, dtype: str, w: LayerNormWorkload) -> Iterator[RowSchedule]:
+    if not takes_row(tile, w.n):
+        yield from row(tile, dtype, w)
+        return
+    for threads in THREADS[:-1]:  # a warp a row
+        yield RowSchedule(max(32, next_power_of_2(w.n)), threads)
 
 
 def vector_add(tile: Tile, dtype: str, w: VectorAddWorkload) -> Iterator[RowSchedule]:
