@@ -27,14 +27,14 @@ def load_vector(A, row, col, inside, a, i):
 
 
 @T.macro
-def load_lane(A, row, col, whole, a, i, chunks):
-    """a[i * chunks + c] = the columns of A[row] from col + c * CHUNK on, for each c below chunks.
+def load_lane(A, row, col, whole, a, i, count, stride=CHUNK):
+    """a[i * count + v] = the columns of A[row] from col + v * stride on, for each v below count.
 
     `whole`: no lane reaches past the end of a row.
     """
-    for c in T.unroll(chunks):
-        at = col + c * CHUNK
-        load_vector(A, row, at, whole or at < A.shape[1], a, i * chunks + c)
+    for v in T.unroll(count):
+        at = col + v * stride
+        load_vector(A, row, at, whole or at < A.shape[1], a, i * count + v)
 
 
 @T.macro

@@ -2,7 +2,7 @@
 
 The variance is summed around the mean, and what rounding left of the mean is summed there too and
 corrects both (Chan, Golub and LeVeque, 1983): a row may have a mean far larger than its spread. A
-row that fits in a fragment is read once.
+row that fits in a fragment is read once. On a GPU short rows have a warp each: layer_norm_warps.
 """
 
 import functools
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minifused.kernels import buckets
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
+from minifused.kernels.layer_norm_warps import layer_norm_warps_kernel, takes_row
 from minifused.kernels.schedule import RowSchedule, row_schedule, tuned
 from minifused.kernels.tile import Tile
 
@@ -27,6 +28,8 @@ def layer_norm_kernel(
 
     X has `dtype`; weight, bias and Y have `out_dtype`; statistics are float32.
     """
+    if takes_row(tile, n):
+        return layer_norm_warps_kernel(tile, n, eps, dtype, out_dtype, schedule)
     block_n = schedule.block_n
     num_blocks = -(-n // block_n)
     m = T.dynamic("m")
@@ -93,6 +96,8 @@ def layer_norm_kernel(
 
 def layer_norm_schedule(tile: Tile, m: int, n: int, dtype: str) -> RowSchedule:
     rule = row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
+    if takes_row(tile, n):
+        rule = RowSchedule(rule.block_n, 128)  # four rows
     return tuned(tile, "layer_norm", buckets.row(m, n), dtype, rule)
 
 

@@ -10,6 +10,7 @@ from itertools import product
 
 from minifused.kernels.gemm_sm90_rule import clocks
 from minifused.kernels.gemv_row import CHUNK
+from minifused.kernels.layer_norm_warps import takes_row
 from minifused.kernels.limits import ITEM_BYTES, SMS, has_bulk_copies, violation
 from minifused.kernels.schedule import (
     HELD_BYTES,
@@ -197,6 +198,14 @@ def row(tile: Tile, dtype: str, w: SoftmaxWorkload | LayerNormWorkload) -> Itera
     for n, threads in product(sorted(pieces | {max(32, min(whole, 32768))}), THREADS):
         if least <= n // threads <= most:
             yield RowSchedule(n, threads)
+
+
+def layer_norm(tile: Tile, dtype: str, w: LayerNormWorkload) -> Iterator[RowSchedule]:
+    if not takes_row(tile, w.n):
+        yield from row(tile, dtype, w)
+        return
+    for threads in THREADS[:-1]:  # a warp a row
+        yield RowSchedule(max(32, next_power_of_2(w.n)), threads)
 
 
 def vector_add(tile: Tile, dtype: str, w: VectorAddWorkload) -> Iterator[RowSchedule]:
