@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tilelang
 import torch
@@ -123,11 +124,16 @@ def compile_program(builder: Callable, tile: Tile, *static) -> tilelang.JITKerne
 
 def lower(builder: Callable, tile: Tile, *static) -> str:
     """The source TileLang generates for a kernel; needs neither a GPU nor a compiler."""
+    return lower_program(builder, tile, *static).kernel_source
+
+
+def lower_program(builder: Callable, tile: Tile, *static) -> Any:
+    """The same as TileLang has it, with what else it says of the program."""
     with tile.target:
         prim_func = builder(tile, *static)
         configs = prim_func.attrs.get("tilelang_pass_configs")  # tilelang.compile heeds it itself
         with PassContext(opt_level=3, config=dict(configs or {})):
-            return tilelang.lower(prim_func, target=tile.target).kernel_source
+            return tilelang.lower(prim_func, target=tile.target)
 
 
 def _direct_call(kernel) -> Callable[..., None]:

@@ -38,9 +38,9 @@ def gemv_kernel(
     bias are in `sums` (2, n), as gemv.norm_sums makes them; with `parts` = (splits, d), the
     attention that O (1, k / d, splits, d) and ML (1, k / d, splits, 2) make (see merge_splits).
     With `cached`, Y is a packed query, key and value, and the latter two also go to row
-    positions[0] of the caches (1, capacity, n / 3), if
-    there is such a row. `ahead` reads W, bias, gain and sums before the kernels launched earlier
-    have ended. X, W, bias and gain have `dtype`, R and Y `out_dtype`, the others float32.
+    positions[0] of the caches (1, capacity, n / 3), if there is such a row. `ahead` reads W, bias,
+    gain and sums before the kernels launched earlier have ended. X, W, bias and gain have `dtype`,
+    R and Y `out_dtype`, the others float32.
     """
     block_n, warp_n, split_k = schedule.block_n, schedule.warp_n, schedule.split_k
     chunks, num_threads = -(-k // (split_k * CHUNK)), schedule.num_threads

@@ -4,12 +4,11 @@ import functools
 from collections.abc import Callable
 
 import pytest
-import tilelang
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from tvm.ir.transform import PassContext
 
+from minifused.kernels.build import lower_program
 from minifused.kernels.tile import Tile
 from minifused.metrics import BOUNDS, Errors, measure, within
 
@@ -55,11 +54,7 @@ def needs_sm90(test: Callable) -> Callable:
 @functools.cache
 def lower_once(builder: Callable, tile: Tile, *static) -> tuple[str, int]:
     """The CUDA source, and the bytes of dynamic shared memory: seconds, so all tests share it."""
-    with tile.target:
-        program = builder(tile, *static)
-        configs = program.attrs.get("tilelang_pass_configs")
-        with PassContext(opt_level=3, config=dict(configs or {})):
-            artifact = tilelang.lower(program, target=tile.target)
+    artifact = lower_program(builder, tile, *static)
     attributes = [f.attrs for f in artifact.device_mod.functions.values() if f.attrs]
     shared = [int(a["dyn_shared_memory_buf"]) for a in attributes if "dyn_shared_memory_buf" in a]
     return artifact.kernel_source, max(shared, default=0)

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import int32, needs_cuda, normal, on_each_dtype, poisoned
+from helpers import body_of_kernel, int32, needs_cuda, normal, on_each_dtype, poisoned
 from test_lowering import assert_64_bit_indices, split_barriers
 
 from minifused import ops
@@ -81,8 +81,7 @@ def choose_source(arch, greedy, pieces=None):
 
 @functools.cache
 def source(kernel, arch="sm_90a"):
-    text = KERNELS[kernel](arch)
-    return text[text.rindex("__launch_bounds__") :]
+    return body_of_kernel(KERNELS[kernel](arch))
 
 
 KERNELS = {

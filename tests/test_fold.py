@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from helpers import DEVICES, assert_within_bound, needs_cuda, normal, poisoned
+from helpers import DEVICES, assert_within_bound, body_of_kernel, needs_cuda, normal, poisoned
 from test_choose_token import tables
 from test_lowering import split_barriers
 from torch.nn import functional as F
@@ -181,7 +181,7 @@ def lowered(case, m, width=768):
         swap_gemm_kernel, H200, n, k, BF16, out, activation, follow, follow, True, chosen, cached,
         (parts, EPS) if fold else None, follow,
     )  # fmt: skip
-    return source[source.rindex("__launch_bounds__") :], chosen
+    return body_of_kernel(source), chosen
 
 
 # "o" differs from "fc2" in its depth alone, and in how many groups share that.

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import (
     assert_within_bound,
+    body_of_kernel,
     needs_cuda,
     normal,
     on_each_device,
@@ -135,8 +136,8 @@ def test_parity_and_the_count_of_its_work():
 def lowered(arch, dtype):
     """The body of the kernel."""
     tile = Tile(arch)
-    source = build.lower(vector_add_kernel, tile, dtype, vector_add_schedule(tile, dtype))
-    return source[source.rindex("__launch_bounds__") :]
+    static = dtype, vector_add_schedule(tile, dtype)
+    return body_of_kernel(build.lower(vector_add_kernel, tile, *static))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -11,7 +11,13 @@ from itertools import product
 from minifused.kernels.gemm_sm90_rule import clocks
 from minifused.kernels.gemv_row import CHUNK
 from minifused.kernels.layer_norm_warps import takes_row
-from minifused.kernels.limits import ITEM_BYTES, SMS, has_bulk_copies, violation
+from minifused.kernels.limits import (
+    ITEM_BYTES,
+    REGISTERS_AN_SM,
+    SMS,
+    has_bulk_copies,
+    violation,
+)
 from minifused.kernels.schedule import (
     HELD_BYTES,
     HELD_ROWS,
@@ -135,7 +141,7 @@ def gemv(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[GemvSchedule]:
         registers = 4 * (warp_n // 8) * share
         even = share * split_k <= 1.15 * reads
         if even and 2 <= warps <= 24 and (16 if split_k > 1 else 1) <= registers <= 96:
-            fitting = 65536 // (32 * warps * (registers + 48))
+            fitting = REGISTERS_AN_SM // (32 * warps * (registers + 48))
             yield GemvSchedule(groups * warp_n, warp_n, split_k, max(1, min(fitting, 8)))
 
 
