@@ -129,7 +129,7 @@ def _held(w: LinearWorkload) -> Iterator[SwapSchedule]:
         share, threads = -(-reads // groups), 32 * n // warp_n * groups
         if threads <= 1024 and share * groups <= 1.3 * reads:
             registers = warp_n + 16 + share * (warp_n // 2 + (0 if shared else 3))
-            blocks = max(1, min(8, 65536 // (threads * registers)))
+            blocks = max(1, min(8, REGISTERS_AN_SM // (threads * registers)))
             yield SwapSchedule(8, n, 32 * share, 1, threads, 1, groups, True, shared, blocks)
 
 
