@@ -41,7 +41,7 @@ from minifused.workloads import (
     VectorAddWorkload,
 )
 
-SLACK = 1.4  # of the model that the rule has, which is not exact
+SLACK = 1.1  # of the model that the rule has, which is not exact
 SWIZZLE = 10  # panels of blocks that share their operands in L2
 THREADS = (32, 64, 128, 256, 512, 1024)
 VALUES_A_THREAD = (4, 64)  # of a row: 16 bytes at a time, and no spills
@@ -77,7 +77,8 @@ def ring_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[RingGemmSch
     """
     size = w.m, w.n, w.k
     forms = list(_ring_forms((0, 8, 16) if w.m > 1024 else (0,)))
-    least = min(clocks(s, *size) for s in forms if not violation(tile, "gemm_sm90", dtype, s))
+    forms.sort(key=lambda s: clocks(s, *size))  # of a few of them, some are of the fastest
+    least = next(clocks(s, *size) for s in forms if not violation(tile, "gemm_sm90", dtype, s))
     yield from (s for s in forms if clocks(s, *size) <= SLACK * least)
 
 
