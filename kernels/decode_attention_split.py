@@ -18,23 +18,20 @@ from minifused.kernels.build import compile_kernel, dtype_name, tile_for
 from minifused.kernels.schedule import SplitSchedule, split_schedule
 from minifused.kernels.tile import Tile
 
+LINE_BYTES = 128  # of a GPU's caches
+
 
 def decode_attention_split_kernel(
-    tile: Tile,
-    heads: int,
-    head_dim: int,
-    packed: bool,
-    scale: float,
-    dtype: str,
-    partial: bool,
-    schedule: SplitSchedule,
-):
+    tile: Tile, heads: int, head_dim: int, packed: bool, scale: float, dtype: str, partial: bool,
+    ahead: bool, schedule: SplitSchedule,
+):  # fmt: skip
     """Build the attention of each row's query over the first lengths[b] rows of a cache.
 
     Q is (b, slots, h, d): one slot, or slot 0 of a `packed` QKV tensor; the caches are
     (b, capacity, h, d); b and capacity are dynamic. If `partial`, O (b, h, splits, d) and
     ML (b, h, splits, 2), float32, are as `decode_attention_partials` says. Otherwise splits is 1,
-    O in `dtype` is the result, 0 for a length of 0, and ML is not used.
+    O in `dtype` is the result, 0 for a length of 0, and ML is not used. `ahead` reads lengths, and
+    rows of the caches but for each row's last, before the kernel launched just before has ended.
     """
     splits, loads, threads = schedule.splits, schedule.num_loads, schedule.num_threads
     lanes, columns = decode_lanes.lanes_of(head_dim), decode_lanes.COLUMNS
@@ -63,15 +60,22 @@ def decode_attention_split_kernel(
             o_warps = T.alloc_shared((warps, lanes * columns), "float32")
             ml_warps = T.alloc_shared((warps, 2), "float32")
             tile.pdl_trigger()
-            tile.pdl_sync()
+            if not ahead:
+                tile.pdl_sync()
             valid = T.min(lengths[bz], capacity)
             T.assume(valid <= capacity)
             first, stride, col = bx * keys + tx // lanes, splits * keys, tx % lanes * columns
-            decode_lanes.load(q, 0, Q, (bz, 0, by), col, True)
-            decode_lanes.load_keys(v, V, bz, by, first, stride, col, valid)
+            known = valid - ahead
+            decode_lanes.load_keys(v, V, bz, by, first, stride, col, known)
             # Without this ptxas delays the loads above until keys have arrived and been used.
             T.sync_warp()
-            decode_lanes.load_keys(k, K, bz, by, first, stride, col, valid)
+            decode_lanes.load_keys(k, K, bz, by, first, stride, col, known)
+            if ahead:
+                tile.pdl_sync()
+            decode_lanes.load(q, 0, Q, (bz, 0, by), col, True)
+            if ahead:
+                decode_lanes.load_newest(v, V, bz, by, first, stride, col, known)
+                decode_lanes.load_newest(k, K, bz, by, first, stride, col, known)
             decode_lanes.clear(ml, o)
             for step in T.serial(T.ceildiv(valid - bx * keys, loads * stride)):
                 key = first + step * loads * stride
@@ -102,11 +106,7 @@ def decode_attention_split_kernel(
 
 
 @functools.cache
-def _select(
-    device: torch.device, heads: int, head_dim: int, packed: bool, scale: float, dtype: torch.dtype,
-    partial: bool, schedule: SplitSchedule,
-) -> Callable[..., None]:  # fmt: skip
-    static = heads, head_dim, packed, scale, dtype_name(dtype), partial, schedule
+def _select(device: torch.device, *static: object) -> Callable[..., None]:
     return compile_kernel(decode_attention_split_kernel, tile_for(device), *static)
 
 
@@ -118,8 +118,14 @@ def _attend(
     q = q if q.dim() == 4 else q.unsqueeze(1)
     batch, slots, heads, head_dim = q.shape
     schedule = replace(split_schedule(batch * heads, k_cache.shape[1]), splits=o.shape[2])
-    static = heads, head_dim, slots == 3, scale, q.dtype, ml is not None, schedule
-    _select(q.device, *static)(q, k_cache, v_cache, lengths, o, ml)
+    ahead = _has_whole_lines(k_cache) and _has_whole_lines(v_cache)
+    static = heads, head_dim, slots == 3, scale, dtype_name(q.dtype), ml is not None, ahead
+    _select(q.device, *static, schedule)(q, k_cache, v_cache, lengths, o, ml)
+
+
+def _has_whole_lines(cache: Tensor) -> bool:
+    """Whether a row shares none with another: what was read ahead of one is in L1 from then on."""
+    return cache.data_ptr() % LINE_BYTES == cache.stride(1) * cache.itemsize % LINE_BYTES == 0
 
 
 def decode_attention_unsplit(

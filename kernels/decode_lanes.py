@@ -45,6 +45,14 @@ def load_keys(registers, cache, row, head, first, stride, column, valid):
 
 
 @T.macro
+def load_newest(registers, cache, row, head, first, stride, column, newest):
+    """load_keys of key `newest` alone; the others stay."""
+    for i in T.unroll(int(registers.shape[0])):
+        if first + i * stride == newest:
+            load(registers, i, cache, (row, newest, head), column, True)
+
+
+@T.macro
 def sum_over_lanes(x, i, first, last):
     """Add up x[i] over lanes: those whose numbers differ in the bits from `first` to `last` / 2."""
     for bit in T.unroll(int(math.log2(last // first))):

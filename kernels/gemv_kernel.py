@@ -85,7 +85,8 @@ def gemv_kernel(
             dots = T.alloc_shared((split_k, block_n), "float32", scope="shared")
             moments = T.alloc_shared((num_threads // 32, 2), "float32", scope="shared")
             T.annotate_min_blocks_per_sm(schedule.min_blocks)
-            tile.pdl_trigger()
+            if not cached:
+                tile.pdl_trigger()
             if not ahead:
                 tile.pdl_sync()
             for r in T.unroll(warp_n // LANES):
@@ -98,6 +99,7 @@ def gemv_kernel(
                 added[0] = bias[row]
             tile.pdl_sync()
             if cached:
+                tile.pdl_trigger()  # late: decode attention relies on older rows of the caches
                 position[0] = positions[0]
             if has_residual:
                 residual[0] = R[0, row]

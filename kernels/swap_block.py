@@ -89,13 +89,16 @@ def block(p, A, W, bias, R, C, caches, norm, after):
         row, first = by * block_m, bx * s.tiles * block_n
         ring = Ring(W, A, W_shared, A_shared, full, first, row, stages, steps, total)
         end = End(tile, p.activation, norms, slope, b, r, done)
-        tile.pdl_trigger()
+        if not caches:
+            tile.pdl_trigger()
         if not p.ahead:
             tile.pdl_sync()
         fill(ring, load_weights)
         if p.early:
             load_constants(tile, bias, norm, after, first, b, slope, gain)
         tile.pdl_sync()
+        if caches:
+            tile.pdl_trigger()  # late: decode attention relies on older rows of the caches
         load_moments(norm, row, x, block_m, threads)
         fill(ring, load_rows)
         if p.has_ring:

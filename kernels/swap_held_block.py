@@ -61,12 +61,15 @@ def held_block(p, A, W, bias, R, C, caches, norm, after):
         end = End(tile, p.activation, norms, slope, b, r, done)
         if s.min_blocks:
             T.annotate_min_blocks_per_sm(s.min_blocks)
-        tile.pdl_trigger()
+        if not caches:
+            tile.pdl_trigger()
         if not p.ahead:
             tile.pdl_sync()
         hold_weights(held, 0)
         load_constants(tile, bias, norm, after, col, b, slope, gain)
         tile.pdl_sync()
+        if caches:
+            tile.pdl_trigger()  # late: decode attention relies on older rows of the caches
         load_moments(norm, row, x, block_m, threads)
         if shared:
             share_rows(A, row, A_shared, threads)

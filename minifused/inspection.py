@@ -216,7 +216,7 @@ def _decode(tile: Tile, dtype: str, w: DecodeWorkload) -> tuple[Callable, tuple,
 
 def _decode_split(tile: Tile, dtype: str, w: DecodeWorkload) -> tuple[Callable, tuple, Any]:
     chosen = schedule.split_schedule(len(w.lengths) * w.heads, w.capacity)
-    static = (w.heads, w.head_dim, w.packed, w.head_dim**-0.5, dtype, chosen.splits > 1)
+    static = (w.heads, w.head_dim, w.packed, w.head_dim**-0.5, dtype, chosen.splits > 1, True)
     return decode_attention_split_kernel, static, chosen
 
 

@@ -16,7 +16,7 @@ from helpers import (
 )
 from test_attention import eager_attention, reference_attention, visible_keys
 from test_cache_ops import check_decode
-from test_lowering import assert_64_bit_indices, split_barriers
+from test_lowering import append, assert_64_bit_indices, normed_gemv, split_barriers
 
 from minifused import ops
 from minifused.kernels.decode_attention_combine import decode_attention_combine_kernel
@@ -24,7 +24,8 @@ from minifused.kernels.decode_attention_split import (
     decode_attention_partials,
     decode_attention_split_kernel,
 )
-from minifused.kernels.schedule import SplitSchedule, split_schedule
+from minifused.kernels.schedule import SplitSchedule, split_schedule, swap_schedule
+from minifused.kernels.swap_gemm_kernel import swap_gemm_kernel
 from minifused.kernels.tile import Tile
 
 LOG2_E = 1.4426950408889634
@@ -85,10 +86,13 @@ def test_blocks_are_split_until_there_is_one_for_each_sm_and_enough_keys_for_eac
 # The CUDA source
 
 
-def split_source(arch, dtype="bfloat16", head_dim=64, splits=8):
+def split_source(arch, dtype="bfloat16", head_dim=64, splits=8, ahead=False):
     """Of the form that writes partials if there are several splits."""
-    static = 12, head_dim, True, head_dim**-0.5, dtype, splits > 1, SplitSchedule(splits, 4, 256)
-    return body_of_kernel(lower_once(decode_attention_split_kernel, Tile(arch), *static)[0])
+    static = 12, head_dim, True, head_dim**-0.5, dtype, splits > 1, ahead
+    schedule = SplitSchedule(splits, 4, 256)
+    return body_of_kernel(
+        lower_once(decode_attention_split_kernel, Tile(arch), *static, schedule)[0]
+    )
 
 
 def combine_source(arch):
@@ -123,7 +127,7 @@ def test_other_heads_are_read_as_wide_as_their_rows_are_aligned(head_dim, width)
 def test_the_first_loads_all_come_before_what_uses_one():
     """In this order, with a barrier to keep it, ptxas has all of them on their way at once."""
     source = split_source("sm_90a")
-    order = ("lengths[", "*)(Q +", "*)(V +", "__syncwarp()", "*)(K +", "__shfl_xor_sync")
+    order = ("lengths[", "*)(V +", "__syncwarp()", "*)(K +", "*)(Q +", "__shfl_xor_sync")
     places = [source.index(text) for text in order]
     assert places == sorted(places)
 
@@ -137,6 +141,35 @@ def test_nothing_is_read_before_the_kernels_ahead_have_ended(make):
     before = body[: body.index(wait)]
     assert not re.search(r"\b(Q|K|V|lengths|O|ML|O_partial|ML_partial)\b", before)
     assert not re.search("cudaGridDependency|cudaTrigger", make("sm_80"))
+
+
+@pytest.mark.parametrize("splits", [1, 8])
+def test_older_keys_alone_are_read_ahead_of_the_kernel_before(splits):
+    source = split_source("sm_90a", splits=splits, ahead=True)
+    body = source[source.index("{") :]
+    wait = body.index("cudaGridDependencySynchronize")
+    before, behind = body[:wait], body[wait:]
+    assert re.search(r"\b(K|V|lengths)\b", before)
+    assert not re.search(r"\b(Q|O|ML)\b", before)
+    guards = re.findall(r"if \((.+)\) \{", before)
+    assert len(guards) == 2
+    assert all(guard.endswith("+ 1) < valid") for guard in guards)
+    assert behind.count("== (valid - 1)") == 2
+
+
+def test_whoever_writes_a_row_of_a_cache_lets_the_next_kernel_start_late():
+    """Decode attention reads older rows before its wait: those were written two kernels ago."""
+    trigger, wait = "cudaTriggerProgrammaticLaunchCompletion", "cudaGridDependencySynchronize"
+    tile = Tile("sm_90a")
+    held, ring = (swap_schedule(tile, m, 2304, 768, "bfloat16") for m in (8, 128))
+    assert (held.held, ring.held) == (True, False)
+    static = 2304, 768, "bfloat16", "bfloat16", None, True, False, True
+    writers = [(swap_gemm_kernel, tile, *static, chosen, True) for chosen in (held, ring)]
+    for recipe in (normed_gemv(tile, "bfloat16"), *writers):
+        source = body_of_kernel(lower_once(*recipe)[0])
+        assert "K_cache" in source
+        assert source.index(wait) < source.index(trigger)
+    assert trigger not in lower_once(*append(tile, "bfloat16"))[0]
 
 
 @each_source
