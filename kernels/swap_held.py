@@ -2,15 +2,15 @@
 
 Shared memory stays small, so that the next kernel's blocks fit on an SM beside those that still
 compute, and ask for their weights. A warp holds 8, 16 or 32 weight rows, or a step of their
-columns, as gemv's do; 8 rows of A are the columns of the tensor core's other operand. Such tiles
-meet the same weights one after another, while those behind are on their way.
+columns, as gemv's do; 8 rows of A are the columns of the tensor core's other operand. For what is
+made of both see swap_held_products.py.
 """
 
 from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from minifused.kernels.gemv_output import CHAINS, LANES, dot, of_chains
+from minifused.kernels.gemv_output import LANES
 from minifused.kernels.gemv_row import CHUNK, VECTOR, load_vector
 from minifused.kernels.limits import TILE_ROWS, held_rows
 from minifused.kernels.schedule import SwapSchedule
@@ -51,11 +51,7 @@ def lane_shape(schedule: SwapSchedule, k: int, rows: int) -> tuple[int, int]:
     return rows // LANES * -(-k // (CHUNK * parts)), VECTOR
 
 
-def acc_shape(schedule: SwapSchedule) -> tuple[int]:
-    return (CHAINS * -(-held_rows(schedule) // 16) * 4,)
-
-
-def _place(s: SwapSchedule) -> tuple[Any, Any, Any]:
+def place_of(s: SwapSchedule) -> tuple[Any, Any, Any]:
     """A thread's lane, its group, and the first of its warp's weight rows in the block."""
     tx = T.get_thread_binding()
     threads = s.num_threads // s.groups
@@ -65,7 +61,7 @@ def _place(s: SwapSchedule) -> tuple[Any, Any, Any]:
 @T.macro
 def hold_weights(held, turn):
     """Ask for the weights of a turn; past the last row there is that one again."""
-    lane, _, rows = _place(held.schedule)
+    lane, _, rows = place_of(held.schedule)
     for r in T.unroll(held_rows(held.schedule) // LANES):
         row = T.min(held.first + rows + LANES * r + lane // 4, held.W.shape[0] - 1)
         for c in list(range(held.chunks)):
@@ -101,7 +97,7 @@ def _copy(A, own, A_shared, row, col):
 def hold_rows(held, turn, t):
     """Ask for those columns of tile t of the rows; past the last row there is that one again."""
     T.assume(held.A.shape[0] > 0)
-    j = held.row + TILE_ROWS * t + _place(held.schedule)[0] // 4
+    j = held.row + TILE_ROWS * t + place_of(held.schedule)[0] // 4
     row = T.min(j, held.A.shape[0] - 1)
     for c in list(range(held.chunks)):
         col, inside = _column(held, turn, c)
@@ -116,47 +112,10 @@ def hold_first_rows(held, turn):
 
 def _column(held: Held, turn: Any, c: int) -> tuple[Any, Any]:
     """Of a lane's chunk c the first column, and whether there is such a chunk."""
-    k, (lane, group, _) = int(held.W.shape[1]), _place(held.schedule)
+    k, (lane, group, _) = int(held.W.shape[1]), place_of(held.schedule)
     chunks, parts = -(-k // CHUNK), held.turns * held.schedule.groups
     part, least, longer = turn * held.schedule.groups + group, chunks // parts, chunks % parts
     col = (part * least + (T.min(part, longer) if longer else 0) + c) * CHUNK + lane % 4 * VECTOR
     if k % CHUNK == 0 or c < least - 1:
         return col, c < least or part < longer
     return col, col < k if c < least else T.And(part < longer, col < k)
-
-
-@T.macro
-def multiply_held(held, acc, sums):
-    """sums (groups, block_m, >= block_n) = each group's products; all of the first turn is asked.
-
-    A lane adds to what it has left there itself.
-    """
-    multiply_turn(held, 0, acc, sums, False)
-    for turn in T.serial(held.turns - 1):
-        hold_weights(held, turn + 1)
-        hold_first_rows(held, turn + 1)
-        multiply_turn(held, turn + 1, acc, sums, True)
-
-
-@T.macro
-def multiply_turn(held, turn, acc, sums, more):
-    for t in list(range(held.tiles)):
-        if held.shared:
-            T.ptx_wait_group(held.tiles - 1 - t)
-            T.sync_threads()
-            hold_rows(held, turn, t)
-        T.clear(acc)
-        dot(held.w, held.a[t % len(held.a)], acc)
-        if not held.shared and t + len(held.a) < held.tiles:
-            hold_rows(held, turn, t + len(held.a))
-        leave_products(held, t, acc, sums, more)
-
-
-@T.macro
-def leave_products(held, t, acc, sums, more):
-    lane, group, rows = _place(held.schedule)
-    for r in T.unroll(held_rows(held.schedule) // LANES):
-        for e in T.unroll(2):  # of 16 rows a lane has two, in two columns each
-            j, i = TILE_ROWS * t + lane % 4 * 2 + e, rows + LANES * r + lane // 4
-            total = of_chains(acc, r // 2 * 4 + r % 2 * 2 + e)
-            sums[group, j, i] = sums[group, j, i] + total if more else total

@@ -9,14 +9,13 @@ from minifused.kernels.swap_fold import load_moments, merge_moments, moments_sha
 from minifused.kernels.swap_follow import follow_tile
 from minifused.kernels.swap_held import (
     Held,
-    acc_shape,
     hold_first_rows,
     hold_weights,
     lane_shape,
-    multiply_held,
     share_rows,
     turns_of,
 )
+from minifused.kernels.swap_held_products import acc_shapes, multiply_held
 from minifused.kernels.swap_store import (
     End,
     finish_tile,
@@ -41,7 +40,7 @@ def held_block(p, A, W, bias, R, C, caches, norm, after):
     ):
         w = T.alloc_local(lane_shape(s, p.k, held_rows(s)), p.dtype)
         a = [T.alloc_local(lane_shape(s, p.k, TILE_ROWS), p.dtype) for _ in range(s.num_stages)]
-        acc = T.alloc_local(acc_shape(s), f32)
+        acc = [T.alloc_local(shape, f32) for shape in acc_shapes(s, p.k)]
         x = T.alloc_local(moments_shape(block_m, norm[0].shape[1], threads), f32) if fold else None
         b = tile.fragment((block_n,), f32 if fold else p.dtype) if p.has_bias or fold else None
         slope = tile.fragment((block_n,), f32) if fold else None
