@@ -34,6 +34,8 @@ MAX_GROUPS = 8  # of warps, a named barrier each: TileLang's begin at 3
 MAX_ACCUMULATORS = 192  # float32 a thread: it has 255 registers, for addresses and operands too
 PRODUCER_REGISTERS = 24  # a thread of its warpgroup that loads: the fewest there are
 FLASH_REGISTERS = 24  # a thread of flash_attention_sm90 needs beside its tiles
+TILE_ROWS = 8  # of A, that a held weight meets at a time: the columns of a tensor core's tile
+HELD_ROWS = 32  # of A, at most, whose weights are held
 HELD_REGISTERS = 112  # a thread, of weights: others are for rows of A, sums and addresses
 STATIC_BYTES = 46 * 1024  # of shared memory whose size is fixed: 48 KiB less barriers and the like
 CPU_TILE_BYTES = 1 << 20  # local arrays lie on the C stack
@@ -110,6 +112,18 @@ def swap_bytes(tile: Tile, s: SwapSchedule) -> int:
 def held_rows(s: SwapSchedule) -> int:
     """Of W, of which a warp holds a step in registers."""
     return s.block_n * s.groups * 32 // s.num_threads
+
+
+def held_blocks(tile: Tile, s: SwapSchedule, registers: int) -> int:
+    """How many blocks that hold weights fit on an SM, of so many registers a thread; at most 8."""
+    of_registers = REGISTERS_AN_SM // (s.num_threads * registers)
+    shared = _rows_bytes(2, s) + swap_bytes(tile, s)
+    return max(1, min(8, of_registers, _memory_an_sm(tile) // (shared + 1024)))
+
+
+def _memory_an_sm(tile: Tile) -> int:
+    """Bytes of shared memory, of which a block costs 1 KiB more than it has."""
+    return shared_memory_limit(tile) + 2048
 
 
 def _gemm_bytes(item: int, s: GemmSchedule) -> int:
@@ -202,9 +216,8 @@ def _on_cuda(tile: Tile, kernel: str, dtype: str, s: Any, head_dim: int) -> Iter
         yield from _flash_warps(s)
     if kernel == "gemm_sm90":
         yield from _ring_gemm_warps(s)
-    if kernel in ("flash_attention_sm90", "gemm_sm90"):
-        memory = shared_memory_limit(tile) + 2048  # an SM's, of which a block costs 1 KiB more
-        if s.min_blocks * (shared + 1024) > memory:
+    if kernel in ("flash_attention_sm90", "gemm_sm90") or getattr(s, "held", False):
+        if s.min_blocks * (shared + 1024) > _memory_an_sm(tile):
             yield f"{s.min_blocks} blocks of {shared} bytes of shared memory do not fit on an SM"
     if kernel in REDUCING and s.num_threads & (s.num_threads - 1):
         yield f"{s.num_threads} threads: a reduction over threads halves them, so a power of 2"
@@ -262,8 +275,12 @@ def _swap_groups(s: SwapSchedule) -> Iterator[str]:
 
 
 def _swap_held(s: SwapSchedule) -> Iterator[str]:
-    if (s.block_m, s.tiles, s.num_stages) != (8, 1, 1) or s.block_k % 32:
-        yield "weights are held for 8 rows, one tile and stage, in steps of a multiple of 32"
+    if s.block_m not in (8, 16, 32) or s.tiles != 1 or s.block_k % 32:
+        yield "weights are held for 8, 16 or 32 rows, one tile, in steps of a multiple of 32"
+    if s.num_stages > (1 if s.shared_rows else s.block_m // TILE_ROWS):
+        yield f"{s.num_stages} stages: of rows that are not shared each is {TILE_ROWS}"
+    if not staged_bytes(s):
+        yield f"{s.groups} groups: their sums need at most {STATIC_BYTES} bytes"
     if s.block_n & (s.block_n - 1):
         yield f"{s.block_n} rows of W: the width of a residual stream's parts is a power of 2"
     warps = s.num_threads // 32

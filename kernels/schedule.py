@@ -14,11 +14,14 @@ from typing import Any, TypeVar
 
 from minifused.kernels import buckets, schedule_table
 from minifused.kernels.limits import (
+    HELD_ROWS,
     ITEM_BYTES,
     REGISTERS_AN_SM,
     SMS,
     THREADS_AN_SM,
+    TILE_ROWS,
     has_bulk_copies,
+    held_blocks,
     shared_memory_limit,
     staged_bytes,
     swap_bytes,
@@ -54,7 +57,7 @@ class SwapSchedule:
     num_threads: int
     tiles: int = 1  # of W that a block goes through
     groups: int = 1  # of warps, that take turns at the steps through K
-    held: bool = False  # a step's operands lie in registers, and no stages in shared memory
+    held: bool = False  # W lies in registers; stages are rows of A on their way there, 8 each
     shared_rows: bool = False  # of A, where W is held: registers are for W alone
     min_blocks: int = 0  # that are to share an SM, which limits registers, 0 for any number
 
@@ -231,10 +234,10 @@ def swap_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedul
 
 def _swap_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:
     if has_bulk_copies(tile, k * ITEM_BYTES[dtype]):
-        held = _held_rule(n, k)
-        fits = m <= HELD_ROWS and n * k * ITEM_BYTES[dtype] <= HELD_BYTES
-        if fits and not violation(tile, "swap_gemm", dtype, held):
-            return held
+        if _may_hold(m, n, k, dtype):
+            held = _held_rule(tile, n, k) if m <= TILE_ROWS else _held_tiles_rule(tile, m, n, k)
+            if not violation(tile, "swap_gemm", dtype, held):
+                return held
         return _ring_rule(tile, m, n, k, dtype)
     block_m, block_k = max(16, next_power_of_2(m)), min(64, max(16, next_power_of_2(k)))
     if not tile.is_cuda:
@@ -244,25 +247,57 @@ def _swap_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:
     return SwapSchedule(block_m, block_n, block_k, min(3, -(-k // block_k)), threads)
 
 
-HELD_ROWS = 8  # of A, whose weights are held: the columns of a tensor core's smallest tile
 HELD_BYTES = 24 << 20  # of weights that the registers of all SMs hold for the most part
+HELD_TILES_BYTES = 9 << 20  # if they meet more than a tile: else the rows cost what they hide
 HELD_READS = 13  # of 16 bytes, that a lane makes in a row
 
 
-def _held_rule(n: int, k: int) -> SwapSchedule:
+def _may_hold(m: int, n: int, k: int, dtype: str) -> bool:
+    if m <= TILE_ROWS:
+        return n * k * ITEM_BYTES[dtype] <= HELD_BYTES
+    # All products of a layer or none: a ring among them keeps the next kernel's blocks off an SM.
+    widest = max(n * k, 4 * min(n, k) ** 2)
+    return m <= HELD_ROWS and widest * ITEM_BYTES[dtype] <= HELD_TILES_BYTES
+
+
+def _held_rule(tile: Tile, n: int, k: int) -> SwapSchedule:
     """The smallest blocks that are all on an SM at once; a lane reads a little of each row."""
-    chunks = -(-k // 32)
-    groups = min(16, next_power_of_2(-(-chunks // (HELD_READS if k > 1024 else 6))))
-    share = -(-chunks // groups)
+    groups, share = _shares(k, HELD_READS if k > 1024 else 6)
     shared = share > 6
     # Of a row 8 registers, and if A is not shared 2: half of its rows are on their way at once.
     registers = 28 + 8 * share if shared else 32 + 10 * share
     for block_n in (16, 32, 64):
-        threads = 2 * block_n * groups
-        blocks = min(8, max(1, REGISTERS_AN_SM // (threads * registers)))
+        held = _held(TILE_ROWS, block_n, groups, share, shared)
+        blocks = held_blocks(tile, held, registers)
         if -(-n // block_n) <= SMS * blocks:
             break
-    return SwapSchedule(HELD_ROWS, block_n, 32 * share, 1, threads, 1, groups, True, shared, blocks)
+    return replace(held, min_blocks=blocks)
+
+
+def _held_tiles_rule(tile: Tile, m: int, n: int, k: int) -> SwapSchedule:
+    """The tile by which each SM has the least to read, above all of A, which it asks for late."""
+    groups, share = _shares(k, HELD_READS if k > 1024 else 8)
+
+    def cost(rows: tuple[int, int]) -> tuple[int, int]:
+        blocks = -(-m // rows[0]) * -(-n // rows[1])
+        return -(-blocks // SMS) * (2 * rows[0] + rows[1]), -rows[0]
+
+    fits = [rows for rows in (8, 16, 32) if rows < 2 * m]
+    held = _held(*min(itertools.product(fits, (16, 32, 64)), key=cost), groups, share, True)
+    return replace(held, min_blocks=held_blocks(tile, held, max(88, 28 + 8 * share)))
+
+
+def _shares(k: int, reads: int) -> tuple[int, int]:
+    """Groups of warps that share K, and how many times a lane of one reads a row, about `reads`."""
+    chunks = -(-k // 32)
+    groups = min(16, next_power_of_2(-(-chunks // reads)))
+    return groups, -(-chunks // groups)
+
+
+def _held(block_m: int, block_n: int, groups: int, share: int, shared: bool) -> SwapSchedule:
+    """16 weight rows a warp."""
+    threads = 2 * block_n * groups
+    return SwapSchedule(block_m, block_n, 32 * share, 1, threads, 1, groups, True, shared)
 
 
 def _ring_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:

@@ -4,7 +4,7 @@ A tensor core's tile has 16 or 64 rows but as few as 8 columns, so the weights g
 few rows of A its columns. Weights are the whole cost: with TMA, a ring of their tiles is on its way
 before the kernel waits for the one that writes A, if no kernel writes them. Products of a tile are
 a chain, each waiting for the one before: groups of warps take turns at the steps through K, and
-their sums meet in shared memory, from where a store is wide. For up to 8 rows there is a form with
+their sums meet in shared memory, from where a store is wide. For up to 32 rows there is a form with
 weights in registers: see swap_held.py.
 """
 

@@ -4,20 +4,18 @@ import functools
 
 import tilelang.language as T
 
-from minifused.kernels.limits import held_rows, row_stride
+from minifused.kernels.limits import TILE_ROWS, held_rows, row_stride
 from minifused.kernels.swap_fold import load_moments, merge_moments, moments_shape
 from minifused.kernels.swap_follow import follow_tile
 from minifused.kernels.swap_held import (
     Held,
-    acc_shape,
-    hold_rows,
+    hold_first_rows,
     hold_weights,
     lane_shape,
-    leave_products,
-    multiply_held,
     share_rows,
     turns_of,
 )
+from minifused.kernels.swap_held_products import acc_shapes, multiply_held
 from minifused.kernels.swap_store import (
     End,
     finish_tile,
@@ -41,8 +39,8 @@ def held_block(p, A, W, bias, R, C, caches, norm, after):
         by,
     ):
         w = T.alloc_local(lane_shape(s, p.k, held_rows(s)), p.dtype)
-        a = T.alloc_local(lane_shape(s, p.k, block_m), p.dtype)
-        acc = T.alloc_local(acc_shape(s), f32)
+        a = [T.alloc_local(lane_shape(s, p.k, TILE_ROWS), p.dtype) for _ in range(s.num_stages)]
+        acc = [T.alloc_local(shape, f32) for shape in acc_shapes(s, p.k)]
         x = T.alloc_local(moments_shape(block_m, norm[0].shape[1], threads), f32) if fold else None
         b = tile.fragment((block_n,), f32 if fold else p.dtype) if p.has_bias or fold else None
         slope = tile.fragment((block_n,), f32) if fold else None
@@ -57,7 +55,8 @@ def held_block(p, A, W, bias, R, C, caches, norm, after):
         shared = s.shared_rows and turns == 1
         stride = row_stride(s.groups * s.block_k)
         A_shared = T.alloc_shared((block_m, stride), p.dtype) if shared else None
-        held = Held(W, A_shared if shared else A, w, a, col, 0 if shared else row, s, turns)
+        rows = (A_shared, 0) if shared else (A, row)
+        held = Held(W, rows[0], w, a, col, rows[1], s, turns, shared)
         end = End(tile, p.activation, norms, slope, b, r, done)
         if s.min_blocks:
             T.annotate_min_blocks_per_sm(s.min_blocks)
@@ -74,15 +73,10 @@ def held_block(p, A, W, bias, R, C, caches, norm, after):
         if shared:
             share_rows(A, row, A_shared, threads)
         else:
-            hold_rows(held, 0)
+            hold_first_rows(held, 0)
         load_places(tile, caches, row, places)
         load_tile(tile, R, row, col, r)
-        if shared:
-            T.ptx_wait_group(0)
-            T.sync_threads()
-            hold_rows(held, 0)
-        multiply_held(held, acc)
-        leave_products(held, acc, sums)
+        multiply_held(held, acc, sums)
         merge_moments(fold, p.k, x, norms, threads)  # late: its divisions branch, and loads wait
         T.sync_threads()
         finish_tile(end, functools.partial(sum_of, sums))

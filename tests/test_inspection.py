@@ -43,14 +43,14 @@ def lowered_once():
 
 
 @functools.cache
-def facts(kernel, arch):
-    case = make_case(kernel, arch)
+def facts(kernel, arch, shape=""):
+    case = make_case(kernel, arch, None, shape)
     return inspection.source_facts(case, inspection.lower(case))
 
 
-def kinds(kernel, arch):
+def kinds(kernel, arch, shape=""):
     """The instructions that are there at all."""
-    return {name for name in inspection.INSTRUCTIONS if facts(kernel, arch)[name]}
+    return {name for name in inspection.INSTRUCTIONS if facts(kernel, arch, shape)[name]}
 
 
 @pytest.fixture
@@ -83,6 +83,7 @@ OF_A_GPU = {  # which shuffle by themselves
     "piece_sums": REDUCING,
     "piece_values": REDUCING,
 }
+HELD = {"mma.sync", "cp.async", "__syncthreads"}
 RING = {"mma.sync", "ldmatrix", "TMA loads", "mbarrier waits", "mbarrier arrivals", "__syncthreads"}
 
 
@@ -114,9 +115,14 @@ def test_instructions_of_kernels_that_a_cpu_has_not(kernel):
         make_case(kernel, "c")
 
 
-@pytest.mark.parametrize(("arch", "wanted"), [("sm_80", SM80), ("sm_90a", RING), ("sm_100a", RING)])
+@pytest.mark.parametrize(("arch", "wanted"), [("sm_80", SM80), ("sm_90a", HELD), ("sm_100a", HELD)])
 def test_instructions_of_swap_gemm(arch, wanted):
     assert kinds("swap_gemm", arch) == wanted
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_instructions_of_swap_gemm_with_a_ring(arch):
+    assert kinds("swap_gemm", arch, "m=16,n=1600,k=6400") == {*RING, "named barriers"}
 
 
 def test_every_kernel_is_covered():

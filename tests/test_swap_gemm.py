@@ -145,8 +145,8 @@ def positions(pattern, source):
     ("arch", "n", "k", "wanted"),
     [
         ("sm_90a", 4800, 1600, {"wgmma_ss", "tma_load"}),
-        ("sm_90a", 768, 3072, {"mma_sync", "ldmatrix", "tma_load"}),
-        ("sm_100a", 2304, 768, {"mma_sync", "ldmatrix", "tma_load"}),
+        ("sm_90a", 1600, 6400, {"mma_sync", "ldmatrix", "tma_load"}),
+        ("sm_100a", 4800, 1600, {"mma_sync", "ldmatrix", "tma_load"}),
         ("sm_80", 768, 3072, {"mma_sync", "ldmatrix", "cp_async_gs<16>"}),
     ],
 )
@@ -157,7 +157,7 @@ def test_tensor_cores_and_wide_copies_are_used(arch, n, k, wanted):
 
 
 @pytest.mark.parametrize(
-    ("case", "m"), [("head", 8), *((case, m) for case in ("o", "fc2", "head") for m in (16, 128))]
+    ("case", "m"), [("head", 8), *((case, m) for case in ("o", "fc2", "head") for m in (33, 128))]
 )
 def test_only_weights_are_read_ahead_of_the_kernel_before(case, m):
     source, chosen, _ = of_gpt2(case, m)
@@ -195,7 +195,7 @@ def test_a_slot_is_filled_again_once_all_its_threads_have_read_it(m, n, k, group
 
 @pytest.mark.parametrize("case", ["o", "fc2"])
 def test_no_group_waits_for_another_before_the_sums(case):
-    for m in (16, 128):
+    for m in (33, 128):
         source, chosen, _ = of_gpt2(case, m)
         waits, products = positions(r"\.wait\(", source), positions("mma_sync", source)
         assert len(waits) == chosen.groups > 1

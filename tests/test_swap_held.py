@@ -1,4 +1,4 @@
-"""swap_gemm with its weights in registers, for up to 8 rows: CUDA source, and on a GPU results.
+"""swap_gemm with its weights in registers, for up to 32 rows: CUDA source, and on a GPU results.
 
 test_swap_gemm.py and test_fold.py go through it too, where they have so few rows.
 """
@@ -18,9 +18,11 @@ from minifused.kernels.swap_gemm_kernel import swap_gemm_kernel
 from minifused.kernels.tile import CPU, Tile
 
 
-def held(block_n, warp_n, groups, block_k, min_blocks=0, shared_rows=False):
+def held(block_n, warp_n, groups, block_k, min_blocks=0, shared_rows=False, rows=8, stages=1):
     threads = 32 * groups * block_n // warp_n
-    return SwapSchedule(8, block_n, block_k, 1, threads, 1, groups, True, shared_rows, min_blocks)
+    return SwapSchedule(
+        rows, block_n, block_k, stages, threads, 1, groups, True, shared_rows, min_blocks
+    )
 
 
 # Which rows, and which schedules
@@ -34,8 +36,20 @@ def test_up_to_8_rows_of_a_layer_are_for_it_and_no_head_is(width):
             assert chosen.held and chosen.groups * chosen.block_k >= k
             assert chosen.min_blocks * chosen.num_threads <= limits.THREADS_AN_SM
         assert not schedule.swap_schedule(H200, m, 50304, width, BF16).held
-    assert not schedule.swap_schedule(H200, 9, width, width, BF16).held
     assert not schedule.swap_schedule(Tile("sm_80"), 8, width, width, BF16).held
+
+
+@pytest.mark.parametrize(("width", "all_held"), [(768, True), (1024, True), (1280, False)])
+def test_of_more_rows_all_products_of_a_layer_are_for_it_or_none(width, all_held):
+    for m in (9, 16, 17, 32):
+        for n, k in [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]:
+            chosen = schedule.swap_schedule(H200, m, n, k, BF16)
+            assert chosen.held == all_held and chosen.block_m < 2 * m
+            if all_held:
+                blocks = -(-m // chosen.block_m) * -(-n // chosen.block_n)
+                assert blocks <= limits.SMS and chosen.groups * chosen.block_k >= k
+        assert not schedule.swap_schedule(H200, m, 50304, width, BF16).held
+    assert not schedule.swap_schedule(H200, 33, width, width, BF16).held
 
 
 @pytest.mark.parametrize(
@@ -46,8 +60,12 @@ def test_up_to_8_rows_of_a_layer_are_for_it_and_no_head_is(width):
         (SwapSchedule(8, 32, 32, 1, 96, 1, 2, True), "2 groups of 3 warps"),
         (held(16, 16, 4, 480), "120 registers"),
         (held(16, 16, 4, 40), "multiple of 32"),
-        (SwapSchedule(16, 16, 32, 1, 32, 1, 1, True), "for 8 rows"),
-        (SwapSchedule(8, 16, 32, 2, 32, 1, 1, True), "one tile and stage"),
+        (held(16, 16, 1, 32, rows=24), "8, 16 or 32 rows"),
+        (SwapSchedule(8, 16, 32, 1, 32, 2, 1, True), "one tile"),
+        (held(16, 16, 1, 32, stages=2), "2 stages"),
+        (held(16, 16, 1, 32, rows=32, stages=2, shared_rows=True), "2 stages"),
+        (held(32, 32, 16, 64, rows=32), "their sums"),
+        (held(16, 16, 8, 384, 2, True, rows=32), "2 blocks of"),
         (held(16, 16, 8, 64, 9), "9 blocks of 256 threads"),
         (held(16, 16, 5, 64), "160 threads"),
     ],
@@ -102,6 +120,38 @@ def test_operands_are_read_16_bytes_at_a_time_the_weights_ahead_of_the_kernel_be
     assert text.count("mma_sync<") == 1 and "tma_load" not in text and "atomic" not in text
 
 
+@pytest.mark.parametrize("m", [9, 32])
+@pytest.mark.parametrize("case", LAYER)
+def test_more_rows_meet_the_weights_tile_by_tile_as_they_come(case, m):
+    text = source(case, m=m)
+    before, after = halves(text)
+    assert set(re.findall(READ.format("W"), before)) == {"uint4"}
+    assert not re.search(r"\b(A|C|R|stats)(\[| \+)", before)
+    assert not re.search(r"\bW( \+|\[)", after)
+    n, k = int(CASES[case][0] * 768), CASES[case][1] * 768
+    tiles = schedule.swap_schedule(H200, m, n, k, BF16).block_m // limits.TILE_ROWS
+    assert text.count("mma_sync<") == text.count("cp_async_commit") == tiles
+    steps = re.findall(r"cp_async_wait<(\d)>\(\);\n  __syncthreads|(mma_sync<)", after)
+    assert steps == [s for t in range(tiles) for s in ((str(tiles - 1 - t), ""), ("", "mma_sync<"))]
+    assert split_barriers(text) == [] and text.count("__syncthreads") == 1 + tiles
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_the_next_rows_are_asked_for_before_the_products_that_they_follow_are_left(stages):
+    text = source("qkv", m=32, chosen=held(16, 16, 4, 192, 2, rows=32, stages=stages))
+    _, after = halves(text)
+    found = re.findall(r"\(uint4\*\)\(A \+|(mma_sync<)|(sums\w*)\[.* = total", after)
+    ahead = [("", "")] * (6 * stages)
+    assert found[: len(ahead)] == ahead and found.count(("", "")) == 4 * 6
+    product = [("mma_sync<", "")]
+    rest = found[len(ahead) :]
+    for t in range(4):
+        wanted = product + [("", "")] * (6 if t + stages < 4 else 0)
+        assert rest[: len(wanted)] == wanted and rest[len(wanted)][1]
+        rest = rest[len(wanted) + 1 :]
+    assert rest == [] and text.count("__syncthreads") == 1
+
+
 def test_weights_that_may_still_be_written_are_read_after_them():
     text = source("o", ahead=False)
     body = text[text.index("{") :]
@@ -125,9 +175,10 @@ def test_all_columns_of_whole_chunks_are_read_without_a_condition():
 
 
 def test_a_block_goes_through_more_turns_than_one():
-    before, after = halves(source("fc2", chosen=held(16, 16, 4, 256)))
+    text = source("fc2", chosen=held(16, 16, 4, 256))
+    before, after = halves(text)
     assert re.search(READ.format("W"), before) and re.search(READ.format("W"), after)
-    assert "turn" in after
+    assert "turn" in after and text.count("__syncthreads") == 1
 
 
 def test_indices_are_64_bit():
@@ -147,13 +198,22 @@ def test_rows_in_shared_memory_are_waited_for_by_all():
 
 # On a GPU
 
-ROWS = (2, 3, 7, 8)
+ROWS = (2, 3, 7, 8, 9, 16, 17, 31, 32)
 VARIANTS = [
     held(16, 16, 1, 224), held(16, 8, 4, 256), held(32, 16, 4, 256), held(32, 32, 8, 128),
     held(64, 16, 4, 256), held(64, 16, 8, 128), held(16, 16, 16, 64, 2), held(64, 32, 16, 64),
     held(16, 16, 2, 128), held(8, 8, 16, 64), held(16, 16, 8, 128, 3, True),
     held(32, 32, 8, 128, 1, True), held(64, 16, 4, 256, 1, True), held(16, 8, 4, 256, 0, True),
     held(8, 8, 32, 32, 1, True), held(16, 16, 2, 128, 0, True),
+]  # fmt: skip
+MANY = [
+    held(16, 16, 4, 256, 2, True, 16), held(32, 16, 4, 256, 2, True, 32),
+    held(32, 32, 8, 128, 1, True, 16), held(32, 32, 8, 128, 1, True, 32),
+    held(64, 16, 4, 256, 1, True, 16), held(64, 32, 8, 128, 1, True, 16),
+    held(8, 8, 16, 64, 1, True, 32), held(16, 8, 4, 256, 1, False, 16),
+    held(16, 16, 4, 256, 1, False, 16, 2), held(32, 16, 4, 256, 1, False, 32, 2),
+    held(16, 16, 8, 128, 1, False, 32, 4), held(32, 32, 4, 128, 1, False, 32, 2),
+    held(16, 16, 2, 96, 0, False, 16, 2),
 ]  # fmt: skip
 
 
@@ -178,7 +238,7 @@ def test_epilogues(epilogue, dtype, out_dtype):
         check(m, 96, 1000, dtype, *epilogue, out_dtype)
 
 
-@pytest.mark.parametrize("chosen", VARIANTS, ids=str)
+@pytest.mark.parametrize("chosen", VARIANTS + MANY, ids=str)
 @pytest.mark.parametrize("m", ROWS)
 @needs_cuda
 def test_schedules_that_the_rules_do_not_choose(chosen, m):

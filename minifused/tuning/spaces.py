@@ -12,15 +12,16 @@ from minifused.kernels.gemm_sm90_rule import clocks
 from minifused.kernels.gemv_row import CHUNK
 from minifused.kernels.layer_norm_warps import takes_row
 from minifused.kernels.limits import (
+    HELD_ROWS,
     ITEM_BYTES,
     REGISTERS_AN_SM,
     SMS,
     has_bulk_copies,
+    held_blocks,
     violation,
 )
 from minifused.kernels.schedule import (
     HELD_BYTES,
-    HELD_ROWS,
     AttentionSchedule,
     FlashSchedule,
     GemmSchedule,
@@ -107,7 +108,7 @@ def skinny_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SkinnySch
 
 def swap_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SwapSchedule]:
     if tile.capability >= 90 and w.m <= HELD_ROWS and 2 * w.n * w.k <= HELD_BYTES:
-        yield from _held(w)
+        yield from _held(tile, w)
     most = max(16, next_power_of_2(w.m))
     has_ring = has_bulk_copies(tile, w.k * ITEM_BYTES[dtype])
     rows = [m for m in (16, 32, 64, 128) if m == most or (has_ring and most // 4 <= m < most)]
@@ -122,16 +123,20 @@ def swap_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SwapSchedul
                     yield SwapSchedule(m, n, k, stages, 32 * warps * groups, tiles, groups)
 
 
-def _held(w: LinearWorkload) -> Iterator[SwapSchedule]:
-    """With as many blocks on an SM as registers let there be."""
+def _held(tile: Tile, w: LinearWorkload) -> Iterator[SwapSchedule]:
+    """With as many blocks on an SM as registers and shared memory let there be."""
     reads = -(-w.k // CHUNK)
     tiles = ((8, 8), (16, 8), (16, 16), (32, 16), (32, 32), (64, 16), (64, 32))
-    for (n, warp_n), groups, shared in product(tiles, (1, 2, 4, 8, 16, 32), (False, True)):
+    rows = [m for m in (8, 16, 32) if m < 2 * w.m or m == 8]
+    for m, (n, warp_n), groups in product(rows, tiles, (1, 2, 4, 8, 16, 32)):
         share, threads = -(-reads // groups), 32 * n // warp_n * groups
-        if threads <= 1024 and share * groups <= 1.3 * reads:
-            registers = warp_n + 16 + share * (warp_n // 2 + (0 if shared else 3))
-            blocks = max(1, min(8, REGISTERS_AN_SM // (threads * registers)))
-            yield SwapSchedule(8, n, 32 * share, 1, threads, 1, groups, True, shared, blocks)
+        if threads > 1024 or share * groups > 1.3 * reads:
+            continue
+        for shared, stages in [*((False, s) for s in (1, 2, 4) if 8 * s <= m), (True, 1)]:
+            base = SwapSchedule(m, n, 32 * share, stages, threads, 1, groups, True, shared)
+            registers = warp_n + 16 + share * (warp_n // 2 + (0 if shared else 3 * stages))
+            blocks = held_blocks(tile, base, max(88, registers) if m > 8 else registers)
+            yield replace(base, min_blocks=blocks)
 
 
 def gemv(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[GemvSchedule]:
