@@ -261,17 +261,14 @@ def _may_hold(m: int, n: int, k: int, dtype: str) -> bool:
 
 
 def _held_rule(tile: Tile, n: int, k: int) -> SwapSchedule:
-    """The smallest blocks that are all on an SM at once; a lane reads a little of each row."""
-    groups, share = _shares(k, HELD_READS if k > 1024 else 6)
-    shared = share > 6
+    """The blocks of which no SM has many rows to read, the widest of equals."""
+    groups, share = _shares(k, HELD_READS if k > 1024 else 6, 8)
+    shared = share > 6 and share * groups * 32 >= k
     # Of a row 8 registers, and if A is not shared 2: half of its rows are on their way at once.
     registers = 28 + 8 * share if shared else 32 + 10 * share
-    for block_n in (16, 32, 64):
-        held = _held(TILE_ROWS, block_n, groups, share, shared)
-        blocks = held_blocks(tile, held, registers)
-        if -(-n // block_n) <= SMS * blocks:
-            break
-    return replace(held, min_blocks=blocks)
+    forms = [_held(TILE_ROWS, rows, groups, share, shared) for rows in (16, 32, 64)]
+    held = min(forms, key=lambda s: (-(-n // s.block_n // SMS) * s.block_n, -s.block_n))
+    return replace(held, min_blocks=held_blocks(tile, held, registers))
 
 
 def _held_tiles_rule(tile: Tile, m: int, n: int, k: int) -> SwapSchedule:
@@ -287,11 +284,15 @@ def _held_tiles_rule(tile: Tile, m: int, n: int, k: int) -> SwapSchedule:
     return replace(held, min_blocks=held_blocks(tile, held, max(88, 28 + 8 * share)))
 
 
-def _shares(k: int, reads: int) -> tuple[int, int]:
-    """Groups of warps that share K, and how many times a lane of one reads a row, about `reads`."""
+def _shares(k: int, reads: int, most: int = 16) -> tuple[int, int]:
+    """Groups of warps that share K, and how many times a lane of one reads a row, about `reads`.
+
+    With more of K than `most` groups hold, they take it in turns.
+    """
     chunks = -(-k // 32)
-    groups = min(16, next_power_of_2(-(-chunks // reads)))
-    return groups, -(-chunks // groups)
+    groups = min(most, next_power_of_2(-(-chunks // reads)))
+    turns = -(-chunks // (groups * reads))
+    return groups, -(-chunks // (groups * turns))
 
 
 def _held(block_m: int, block_n: int, groups: int, share: int, shared: bool) -> SwapSchedule:
@@ -317,7 +318,7 @@ def _ring_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:
     team = _team(block_m, block_n)
     groups = 1
     while tiles == 1 and 2 * groups <= min(
-        steps, 512 // team, 8 if k >= 2048 and block_m * block_n <= 512 else 4
+        steps, 512 // team, 8 if k >= 2048 and block_m * block_n <= 1024 else 4
     ):
         if not staged_bytes(SwapSchedule(block_m, block_n, block_k, 1, 1, 1, 2 * groups)):
             break
