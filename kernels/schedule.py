@@ -422,13 +422,14 @@ def decode_attention_schedule(
 
 
 MAX_SPLITS = 16
-MIN_SPLIT_KEYS = 160  # fewer do not pay for the merge
+SPLIT_KEYS = 128  # that a block asks for at once, of heads of 64
 
 
 def split_schedule(blocks: int, capacity: int) -> SplitSchedule:
     """Of split-KV decoding: `blocks` is the batch times the heads."""
-    most = min(MAX_SPLITS, SMS // max(1, blocks), capacity // MIN_SPLIT_KEYS)
-    splits = 1 << max(1, most).bit_length() - 1
+    splits = min(MAX_SPLITS, SMS // max(1, blocks), -(-capacity // SPLIT_KEYS))
     if splits > 1:
         return SplitSchedule(splits, 4, 256)
-    return SplitSchedule(1, 2, 512 if blocks <= SMS else 256)
+    if blocks <= SMS:
+        return SplitSchedule(1, 2, 512)
+    return SplitSchedule(1, 3, 256) if blocks <= 2 * SMS else SplitSchedule(1, 4, 128)
