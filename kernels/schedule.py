@@ -277,10 +277,11 @@ def _held_tiles_rule(tile: Tile, m: int, n: int, k: int) -> SwapSchedule:
 
     def cost(rows: tuple[int, int]) -> tuple[int, int]:
         blocks = -(-m // rows[0]) * -(-n // rows[1])
-        return -(-blocks // SMS) * (2 * rows[0] + rows[1]), -rows[0]
+        return -(-blocks // SMS) * (2 * rows[0] + rows[1]), rows[0]
 
     fits = [rows for rows in (8, 16, 32) if rows < 2 * m]
-    held = _held(*min(itertools.product(fits, (16, 32, 64)), key=cost), groups, share, True)
+    wide = [rows for rows in (16, 32, 64) if rows * groups <= 256]  # 16 warps: else few registers
+    held = _held(*min(itertools.product(fits, wide), key=cost), groups, share, True)
     return replace(held, min_blocks=held_blocks(tile, held, max(88, 28 + 8 * share)))
 
 
@@ -431,5 +432,5 @@ def split_schedule(blocks: int, capacity: int) -> SplitSchedule:
     if splits > 1:
         return SplitSchedule(splits, 4, 256)
     if blocks <= SMS:
-        return SplitSchedule(1, 2, 512)
+        return SplitSchedule(1, 3, 512)
     return SplitSchedule(1, 3, 256) if blocks <= 2 * SMS else SplitSchedule(1, 4, 128)

@@ -78,9 +78,9 @@ def test_partial_softmaxes_add_up_to_the_whole(splits):
 
 def test_blocks_are_split_until_there_is_one_for_each_sm_and_enough_keys_for_each():
     splits = {blocks: split_schedule(blocks, 1024).splits for blocks in (1, 12, 25, 48, 96, 192)}
-    assert splits == {1: 4, 12: 4, 25: 4, 48: 2, 96: 1, 192: 1}
+    assert splits == {1: 8, 12: 8, 25: 5, 48: 2, 96: 1, 192: 1}
     by_capacity = {n: split_schedule(12, n).splits for n in (0, 1, 319, 320, 640, 4096, 10**6)}
-    assert by_capacity == {0: 1, 1: 1, 319: 1, 320: 2, 640: 4, 4096: 8, 10**6: 8}
+    assert by_capacity == {0: 1, 1: 1, 319: 3, 320: 3, 640: 5, 4096: 11, 10**6: 11}
 
 
 # The CUDA source

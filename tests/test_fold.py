@@ -193,8 +193,9 @@ on_each_case = pytest.mark.parametrize(
 @on_each_case
 def test_only_constants_are_read_ahead_of_the_kernel_before(case, m):
     source, _ = lowered(case, m)
-    before, _ = source.split("cudaGridDependencySynchronize", 1)
-    assert "cudaTriggerProgrammaticLaunchCompletion" in before
+    before, after = source.split("cudaGridDependencySynchronize", 1)
+    late = case == "qkv"  # which writes to the caches
+    assert "cudaTriggerProgrammaticLaunchCompletion" in (after if late else before)
     assert "tma_load(A_desc" not in before
     body = before[before.index("{") :]
     names = r"\b(C|R|stats|moments|scaled|K_cache|V_cache|positions)\b"
