@@ -66,7 +66,7 @@ class Tile:
         """Wait for what the kernels before this one wrote.
 
         A kernel that has this is launched before they end (programmatic dependent launch). What
-        no kernel of a step writes, weights, may be read before it; all else only behind it.
+        no kernel still running writes, as weights, may be read before it; all else only behind it.
         """
         return T.pdl_sync() if self.capability >= 90 else None
 

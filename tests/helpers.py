@@ -65,6 +65,15 @@ def body_of_kernel(source: str) -> str:
     return source[source.rindex("__launch_bounds__") :]
 
 
+WAIT = "cudaGridDependencySynchronize"  # for the kernels that were launched before
+
+
+def halves(body: str) -> tuple[str, str]:
+    """What a kernel does before those launched before it have ended, and after."""
+    before, *_, after = body[body.index("{") :].split(WAIT)
+    return before, after
+
+
 def normal(device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Callable:
     """A function of a shape that draws normal values, the same on any device."""
     generator = torch.Generator().manual_seed(seed)

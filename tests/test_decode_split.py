@@ -6,8 +6,10 @@ import re
 import pytest
 import torch
 from helpers import (
+    WAIT,
     assert_within_bound,
     body_of_kernel,
+    halves,
     int32,
     lower_once,
     needs_cuda,
@@ -28,6 +30,7 @@ from minifused.kernels.schedule import SplitSchedule, split_schedule, swap_sched
 from minifused.kernels.swap_gemm_kernel import swap_gemm_kernel
 from minifused.kernels.tile import Tile
 
+TRIGGER = "cudaTriggerProgrammaticLaunchCompletion"
 LOG2_E = 1.4426950408889634
 LENGTHS = (0, 1, 63, 64, 65, 511, 640, 1023, 1024, 2000)  # the last is past the capacity
 CAPACITY = 1024
@@ -136,9 +139,8 @@ def test_the_first_loads_all_come_before_what_uses_one():
 def test_nothing_is_read_before_the_kernels_ahead_have_ended(make):
     source = make("sm_90a")
     body = source[source.index("{") :]
-    trigger, wait = "cudaTriggerProgrammaticLaunchCompletion", "cudaGridDependencySynchronize"
-    assert body.index(trigger) < body.index(wait)
-    before = body[: body.index(wait)]
+    assert body.index(TRIGGER) < body.index(WAIT)
+    before = body[: body.index(WAIT)]
     assert not re.search(r"\b(Q|K|V|lengths|O|ML|O_partial|ML_partial)\b", before)
     assert not re.search("cudaGridDependency|cudaTrigger", make("sm_80"))
 
@@ -146,9 +148,7 @@ def test_nothing_is_read_before_the_kernels_ahead_have_ended(make):
 @pytest.mark.parametrize("splits", [1, 8])
 def test_older_keys_alone_are_read_ahead_of_the_kernel_before(splits):
     source = split_source("sm_90a", splits=splits, ahead=True)
-    body = source[source.index("{") :]
-    wait = body.index("cudaGridDependencySynchronize")
-    before, behind = body[:wait], body[wait:]
+    before, behind = halves(source)
     assert re.search(r"\b(K|V|lengths)\b", before)
     assert not re.search(r"\b(Q|O|ML)\b", before)
     guards = re.findall(r"if \((.+)\) \{", before)
@@ -159,7 +159,6 @@ def test_older_keys_alone_are_read_ahead_of_the_kernel_before(splits):
 
 def test_whoever_writes_a_row_of_a_cache_lets_the_next_kernel_start_late():
     """Decode attention reads older rows before its wait: those were written two kernels ago."""
-    trigger, wait = "cudaTriggerProgrammaticLaunchCompletion", "cudaGridDependencySynchronize"
     tile = Tile("sm_90a")
     held, ring = (swap_schedule(tile, m, 2304, 768, "bfloat16") for m in (8, 128))
     assert (held.held, ring.held) == (True, False)
@@ -168,8 +167,8 @@ def test_whoever_writes_a_row_of_a_cache_lets_the_next_kernel_start_late():
     for recipe in (normed_gemv(tile, "bfloat16"), *writers):
         source = body_of_kernel(lower_once(*recipe)[0])
         assert "K_cache" in source
-        assert source.index(wait) < source.index(trigger)
-    assert trigger not in lower_once(*append(tile, "bfloat16"))[0]
+        assert source.index(WAIT) < source.index(TRIGGER)
+    assert TRIGGER not in lower_once(*append(tile, "bfloat16"))[0]
 
 
 @each_source

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from helpers import (
     ACTIVATIONS,
+    WAIT,
     assert_within_bound,
     body_of_kernel,
+    halves,
     int32,
     needs_cuda,
     normal,
@@ -27,7 +29,6 @@ from minifused.kernels.tile import Tile
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 EPS = 1e-5
-WAIT = "cudaGridDependencySynchronize"
 
 
 # What is for it
@@ -79,13 +80,6 @@ FORMS = {
     "ragged": {"n": 77, "k": 1000},
 }
 each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-
-
-def halves(text):
-    """What is done before the kernels ahead have ended, and after."""
-    body = text[text.index("{") :]
-    before, *_, after = body.split(WAIT)
-    return before, after
 
 
 @each_form

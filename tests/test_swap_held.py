@@ -10,6 +10,7 @@ import torch
 from helpers import (
     assert_within_bound,
     body_of_kernel,
+    halves,
     lower_once,
     needs_cuda,
     normal,
@@ -109,12 +110,6 @@ def source(case, width=768, m=8, chosen=None, ahead=True):
     return body_of_kernel(text)
 
 
-def halves(text):
-    """What is done before the kernels ahead have ended, and after."""
-    before, *_, after = text[text.index("{") :].split("cudaGridDependencySynchronize")
-    return before, after
-
-
 LAYER = ["qkv", "o", "fc1", "fc2"]
 READ = r"\*\((\w+)\s*\*\)\({} \+"
 
@@ -169,8 +164,11 @@ def test_the_next_rows_are_asked_for_before_the_products_that_they_follow_are_le
 
 def test_weights_that_may_still_be_written_are_read_after_them():
     text = source("o", ahead=False)
+    operands = r"\b(W|A|bias|R|gain) \+"
     body = text[text.index("{") :]
-    assert not re.search(r"\b(W|A|bias|R|gain) \+", body[: body.index("GridDependency")])
+    before, after = body[: body.index("GridDependency")], halves(text)[1]
+    assert not re.search(operands, before) and re.search(operands, text)
+    assert "mma_sync<" in after
 
 
 @pytest.mark.parametrize("case", LAYER)
