@@ -14,6 +14,7 @@ import warnings
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from argparse import RawDescriptionHelpFormatter as Raw
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -34,6 +35,12 @@ from minifused.errors import UserError, run_cli
 
 ROUNDS = {"model": 7, "kernels": 30, "scaling": 7}
 QUICK_ROUNDS = 3
+# Of a generation: what a size is, its usual sweep, and the only one of a small run.
+SIZES: dict[str, tuple[str, list[int], list[int]]] = {
+    "batch": ("prompts at once", [1, 8, 32, 128], [1]),
+    "prompt": ("tokens of a prompt", [512], [64]),
+    "new_tokens": ("tokens behind it, 1 for the prefill alone", [128], [32]),
+}
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
@@ -89,9 +96,10 @@ def add_model_flags(p: ArgumentParser) -> None:
         help="sizes, with random weights; demo: the bundled model, as on a CPU",
     )
     models.add_argument("--model", type=Path, metavar="DIR", help="a model folder")
-    p.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128], help="prompts at once")
-    p.add_argument("--prompt", type=int, nargs="+", default=[512], help="tokens of a prompt")
-    p.add_argument("--new-tokens", type=int, nargs="+", default=[128], help="tokens behind it")
+    for name, (what, usual, small) in SIZES.items():
+        sweep = " ".join(map(str, usual))
+        text = f"{what}; default: {sweep}, with --quick and on a CPU {small[0]}"
+        p.add_argument(f"--{name.replace('_', '-')}", type=int, nargs="+", help=text)
     add_contender_flag(p, "all")
 
 
@@ -113,13 +121,12 @@ def model_cases(args: Namespace, device: torch.device) -> list[Case]:
         default = ["demo"] if device.type == "cpu" else ["gpt2"]
         subjects = [Subject.of(name) for name in args.preset or default]
     names = pick_contenders(args, tuple(CONTENDERS))
-    sizes = [(1, 64, 32)] if small else [
-        (batch, prompt, new)
-        for batch in args.batch
-        for prompt in args.prompt
-        for new in args.new_tokens
-    ]  # fmt: skip
-    cases = [ModelCase(s, b, p, n, names) for s in subjects for b, p, n in sizes]
+    batches, prompts, counts = (
+        getattr(args, name) or (least if small else usual)
+        for name, (_, usual, least) in SIZES.items()
+    )
+    sizes = product(subjects, batches, prompts, counts)
+    cases = [ModelCase(s, b, p, n, names) for s, b, p, n in sizes]
     for case in cases:
         case.require_room()
     return list(cases)

@@ -12,6 +12,7 @@ from minifused.benchmark.contenders import CONTENDERS, Minifused
 from minifused.benchmark.model_suite import FORCED_STEPS, ModelCase, Subject
 from minifused.benchmark.records import Journal, Record
 from minifused.benchmark.suite import Setting, WrongResultError, run_cases
+from minifused.benchmark.tables import text_tables
 from minifused.config import GPTConfig
 from minifused.errors import UserError
 from minifused.workloads import decode_bytes, prefill_flops
@@ -68,6 +69,58 @@ def test_each_contender_gives_the_logits_of_float64_and_as_many_tokens_as_asked(
         assert ((tokens >= 0) & (tokens < 256)).all()
     again = text.check(name, contender, torch.float32)  # generating leaves nothing behind
     assert again["rms_error"] == pytest.approx(check["rms_error"], rel=0.5)
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_each_contender_reads_a_prompt_that_fills_the_model(name, traced_only):
+    if name.startswith("transformers"):
+        pytest.importorskip("transformers")
+    a_case = ModelCase(SUBJECT, 2, CONFIG.n_positions, 1, (name,))
+    a_case.require_room()
+    assert a_case.capacity == CONFIG.n_positions
+    weights, text = text_of(a_case)
+    assert text.exact.shape == (2, 1, 256) and torch.equal(text.tokens, text.prompts)
+    contender = CONTENDERS[name](CONFIG, weights)
+    contender.prepare(a_case.batch, a_case.capacity)
+    for _ in range(2):
+        check = text.check(name, contender, torch.float32)
+        assert check["rms_error"] < 2e-6 and check["decode_steps"] == 0
+        tokens = contender.generate(text.prompts, 1)
+        assert tokens.shape == (2, 1) and ((tokens >= 0) & (tokens < 256)).all()
+
+
+def test_a_prefill_alone():
+    """One run is timed and not two, and nothing is said of decoding."""
+    journal = Journal(None, False)
+    run_cases([ModelCase(SUBJECT, 2, 128, 1, OURS_AND_EAGER)], setting(journal=journal))
+    assert [record.contender for record in journal.records] == list(OURS_AND_EAGER)
+    for record in journal.records:
+        assert Record.from_dict(record.to_dict()) == record and record.status == "ok"
+        assert record.metrics.keys() == {
+            "first_token_ms", "tokens_per_s", "prefill_tokens_per_s", "matmul_rate_share"
+        }  # fmt: skip
+        assert record.metrics["first_token_ms"].count == 2
+        assert record.check["decode_steps"] == 0 and record.check["greedy_difference"] is None
+    flops, seconds = prefill_flops(CONFIG, 2, 128), record.metrics["first_token_ms"].median / 1e3
+    assert record.metrics["matmul_rate_share"].median == pytest.approx(flops / seconds / 1e10)
+    assert "no decoding to check" in text_tables(journal.records)
+
+
+def test_a_wrong_prefill_alone_stops_the_run(monkeypatch, no_timing):
+    norm_linear = ops.norm_linear
+    monkeypatch.setattr(ops, "norm_linear", lambda *a, **k: norm_linear(*a, **k) * 1.01)
+    with pytest.raises(WrongResultError, match="'decode_steps': 0"):
+        list(ModelCase(SUBJECT, 2, 128, 1, OURS_AND_EAGER).run(setting()))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "compared"), [(20, 8, 16), (20, 1, 1), (120, 8, 9), (127, 2, 2), (128, 1, 1)]
+)
+def test_as_many_tokens_are_compared_as_fit(prompt, new, compared):
+    a_case = ModelCase(SUBJECT, 1, prompt, new)
+    a_case.require_room()
+    assert a_case.compared == compared
+    assert a_case.capacity == prompt + max(new, compared) - 1 <= 128
 
 
 def test_contenders_share_the_weights():
@@ -210,7 +263,8 @@ def test_what_is_not_there_is_skipped_with_its_remedy(monkeypatch, no_timing):
     [
         ((0, 20, 8), "--batch is 0"),
         ((1, 0, 8), "--prompt is 0"),
-        ((1, 20, 1), "--new-tokens is 1: at least 2"),
+        ((1, 20, 0), "--new-tokens is 0: at least 1"),
+        ((1, 129, 1), "129 positions, but the model has 128"),
         ((1, 120, 32), "151 positions, but the model has 128"),
     ],
 )

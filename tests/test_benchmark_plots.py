@@ -105,6 +105,11 @@ FILLED = {
         set(),
     ),
     "only rivals": (model_records()[1:4], {"decode-gpt2-bfloat16.png"}),
+    "only a copy": (
+        [make_record("kernels", "copy", check=CEILINGS), make_record(check={})],
+        set(),
+    ),
+    "a prefill alone": (model_records("first_token_ms"), {"first-token-gpt2-bfloat16.png"}),
     "a model's folder": (model_records(model="../a b/c"), {"decode-a-b-c-bfloat16.png"}),
     "batch only": (sweep_records("batch", "ms_per_token", (1,)), {"scaling-decode.png"}),
     "no memory": (sweep_records("length", "time_us"), {"scaling-attention.png"}),
@@ -199,6 +204,20 @@ def test_ratio_bars(figures):
     assert any(list(line.get_xdata()) == [1, 1] for line in axes.lines)
     (errors,) = axes.collections[0].get_segments()[:1]
     assert errors[:, 0].tolist() == pytest.approx([3.6 / 2.4, 4.8 / 1.8])
+
+
+def test_a_copy_is_no_rival_in_a_chart(figures):
+    records = kernel_records()
+    copies = [
+        make_record("kernels", "copy", {"time_us": 0.5}, case=r.case, shape=r.shape, check=CEILINGS)
+        for r in records[::2]
+    ]
+    before, after = (
+        {name: [(line.get_color(), *line.get_xydata().flatten()) for line in f.axes[0].lines]
+         for name, f in figures(some).items()}
+        for some in (records, [*records, *copies])
+    )  # fmt: skip
+    assert before == after and len(before["roofline-bfloat16.png"]) == 4 + 1
 
 
 def test_roofline_is_where_the_ceilings_are(figures):

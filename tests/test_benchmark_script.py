@@ -40,6 +40,12 @@ def test_a_run_prints_a_table_and_json_is_the_last_line(capsys):
     assert document["records"][0]["metrics"]["ms_per_token"]["count"] == 2
 
 
+def test_sizes_that_are_asked_for_are_run_in_small_runs_too(capsys):
+    assert main(*SMALL, "--prompt=256", "--new-tokens=1") == 0
+    out = capsys.readouterr().out
+    assert "demo, batch 1, 256 + 1 tokens" in out and "ms/token " not in out
+
+
 def test_records_are_kept_resumed_and_shown_again(capsys, tmp_path, monkeypatch):
     file = tmp_path / "records.jsonl"
     assert main(*SMALL, "--json", file) == 0

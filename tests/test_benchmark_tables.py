@@ -93,6 +93,22 @@ def test_each_model_and_dtype_has_its_own_table():
     assert text.count("**model") == 2 and text.count("NVIDIA Test") == 1
 
 
+def test_a_prefill_alone_has_no_figures_of_decoding():
+    alone = [
+        make_record("model", name, {"first_token_ms": ms, "matmul_rate_share": 0.5},
+                    case="prefill", check={"decode_steps": 0})
+        for name, ms in (("minifused", 2.0), ("torch eager", 3.0))
+    ]  # fmt: skip
+    title = "model gpt2, bfloat16"
+    (ours, eager), _ = markdown_rows(markdown_tables(alone), title)
+    assert "ms/token" not in ours and "decode tokens/s" not in ours
+    assert (ours["of matmul rate"], eager["x first token"]) == ("50%", "1.50")
+    assert ours["note"] == "no decoding to check or to time"
+    *_, ours, eager = markdown_rows(markdown_tables([*MODEL, *alone]), title)[0]
+    for column in ("ms/token", "decode tokens/s", "of copy bandwidth", "x ms/token"):
+        assert ours[column] == eager[column] == "-"
+
+
 def test_without_ours_there_is_no_ratio():
     failed = missing("failed", "boom", suite="model")
     (ours, eager), _ = markdown_rows(markdown_tables([failed, MODEL[1]]), "model gpt2, bfloat16")
@@ -142,10 +158,71 @@ def test_kernels_are_held_against_the_best_rival():
     assert (rows[2]["best rival"], rows[2]["ratio"]) == ("compiled", "1.25")
     assert rows[2]["note"] == "torch failed: no kernel"
     assert (rows[3]["best rival"], rows[3]["ratio"]) == ("-", "-")
+    assert notes == ["ratio: time of the best rival / time of minifused"]
+
+
+def test_ratios_are_summed_up_by_operation():
+    (row,), (note,) = markdown_rows(markdown_tables(KERNELS), "kernels by operation")
     # sqrt(2 x 0.5) = 1, where the arithmetic mean is 1.25
-    mean = "geometric mean of the ratios: linear bfloat16 1.00 (of 2), softmax bfloat16 1.25 (of 1)"
-    assert notes[-1] == mean
-    assert text_tables(KERNELS).endswith(f"\n{mean}")
+    assert row == {
+        "dtype": "bfloat16",
+        "against": "best rival",
+        "linear": "1.00 (0.50-2.00) of 2",
+        "softmax": "1.25 (1.25-1.25) of 1",
+    }
+    assert note.endswith("geometric mean (worst-best) of so many cases")
+    assert text_tables(KERNELS).endswith(f"\n{note}")
+
+
+KINDS = [  # the shape, and the column of its ratio
+    ({"op": "linear", "m": 8192}, "linear, M >= 1024"),
+    ({"op": "linear+gelu", "m": 1024}, "linear, M >= 1024"),
+    ({"op": "linear+residual", "m": 8}, "linear, M = 8"),
+    ({"op": "linear", "m": 1}, "linear, M = 1"),
+    ({"op": "attention", "causal": True}, "attention, causal"),
+    ({"op": "attention", "causal": False}, "attention, not causal"),
+    ({"op": "decode_attention"}, "decode attention"),
+    ({"op": "layer_norm"}, "layer norm"),
+]
+
+
+def test_kinds_of_work_are_told_apart():
+    records = [
+        make_record("kernels", contender, {"time_us": us}, case=str(i), dtype=dtype,
+                    shape={"flops": 1, "bytes": 1, **shape})
+        for dtype, ours in (("bfloat16", 1.0), ("float32", 2.0))
+        for i, (shape, _) in enumerate(KINDS)
+        for contender, us in (("minifused", ours), ("torch", 2.0 ** i))
+    ]  # fmt: skip
+    half, full = markdown_rows(markdown_tables(records), "kernels by operation")[0]
+    kinds = [kind for _, kind in KINDS]
+    assert list(half) == ["dtype", "against", *dict.fromkeys(kinds)]
+    assert half["linear, M >= 1024"] == "1.41 (1.00-2.00) of 2"
+    assert half["linear, M = 8"] == "4.00 (4.00-4.00) of 1"
+    assert half["attention, causal"] == "16.00 (16.00-16.00) of 1"
+    assert half["attention, not causal"] == "32.00 (32.00-32.00) of 1"
+    assert (full["dtype"], full["linear, M = 1"]) == ("float32", "4.00 (4.00-4.00) of 1")
+
+
+def test_a_copy_is_a_limit_and_no_rival():
+    text = markdown_tables([*KERNELS, softmax("1x9", "copy", 3.0), softmax("alone", "copy", 1.0)])
+    rows, notes = markdown_rows(text, "kernels")
+    assert [row["of a copy"] for row in rows] == ["-", "-", "75%", "25%"]
+    assert (rows[2]["best rival"], rows[2]["ratio"], rows[3]["best rival"]) == (
+        *("compiled", "1.25"), "-",
+    )  # fmt: skip
+    assert notes[-1].startswith("of a copy: ")
+    rivals, copies = markdown_rows(text, "kernels by operation")[0]
+    assert (copies["against"], copies["linear"]) == ("a copy", "-")
+    assert copies["softmax"] == "0.43 (0.25-0.75) of 2"  # sqrt(0.75 x 0.25)
+    assert rivals["softmax"] == "1.25 (1.25-1.25) of 1"
+
+
+def test_a_copy_that_failed_is_told():
+    failed = missing("failed", "no memory", contender="copy", case="1x9",
+                     shape=softmax("1x9").shape)  # fmt: skip
+    (row,), _ = markdown_rows(markdown_tables([softmax("1x9"), failed]), "kernels")
+    assert row["note"] == "copy failed: no memory" and "of a copy" not in row
 
 
 def test_kernels_in_text():

@@ -11,7 +11,7 @@ import torch
 from minifused import ops, workloads
 from minifused.benchmark import checks, clock, kernel_suite, records, rivals
 from minifused.benchmark.kernel_suite import OPS, KernelCase, kernel_cases
-from minifused.benchmark.records import OURS, Journal, Record
+from minifused.benchmark.records import COPY, OURS, Journal, Record
 from minifused.benchmark.suite import Setting, Unavailable, WrongResultError, run_cases
 from minifused.kernels.row_softmax_split import split_schedule
 from minifused.kernels.row_softmax_wide import wide_schedule
@@ -49,6 +49,7 @@ TINY = {
     "layer_norm": LayerNormWorkload("rows", 20, 100, x_dtype=None),
     "vector_add": VectorAddWorkload("vectors", 5000),
 }
+COPIES = 1  # a copy beside what memory bounds
 METRICS = {"time_us", "tflops", "gb_per_s", "roofline_share"}
 
 
@@ -93,6 +94,7 @@ def run(label, dtype=torch.float32):
 @pytest.mark.parametrize("label", TINY)
 def test_records(label):
     by_name = run(label)
+    by_name.pop(COPY, None)
     assert len(by_name) >= 2
     for name, record in by_name.items():
         assert record.status == "ok" and set(record.metrics) == METRICS
@@ -119,11 +121,35 @@ def test_the_roofline_is_the_slower_of_the_two_ceilings(copy_rate, matmul_rate, 
         name: [seconds] for name in works
     })  # fmt: skip
     setting = replace(make_setting(), copy_bytes_per_s=copy_rate, matmul_flops_per_s=matmul_rate)
-    ours, _ = case_of("vector_add").run(setting)
+    ours, *_ = case_of("vector_add").run(setting)
     assert ours.metrics["roofline_share"].median == pytest.approx(share)
     assert ours.metrics["time_us"].median == pytest.approx(1e6 * seconds)
     assert ours.metrics["gb_per_s"].median == pytest.approx(60e-6 / seconds)
     assert ours.metrics["tflops"].median == pytest.approx(5e-9 / seconds)
+
+
+@pytest.mark.usefixtures("no_compile")
+@pytest.mark.parametrize("label", TINY)
+def test_a_copy_takes_turns_where_memory_decides(label, monkeypatch):
+    copies, copy_of = [], clock.copy_of
+
+    def keep(moved, device):
+        copies.append(copy_of(moved, device))
+        return copies[-1]
+
+    monkeypatch.setattr(clock, "copy_of", keep)
+    copy = run(label).get(COPY)
+    assert (copy is not None) == (label in ("softmax", "layer_norm", "vector_add"))
+    if copy is None:
+        assert copies == []
+        return
+    assert copy.status == "ok" and set(copy.metrics) == {"time_us", "gb_per_s"}
+    assert set(copy.check) == {"copy_bytes_per_s", "matmul_flops_per_s"}  # nothing to be right
+    moved, seconds = TINY[label].bytes(torch.float32), copy.metrics["time_us"].median / 1e6
+    assert copy.metrics["gb_per_s"].median == pytest.approx(moved / seconds / 1e9)
+    target, again = copies[0](), copies[0]()
+    assert target.data_ptr() == again.data_ptr() and (target == 1).all()
+    assert 2 * target.nbytes == moved == copy.shape["bytes"]
 
 
 def test_a_rival_is_compiled():
@@ -266,7 +292,7 @@ def test_names_of_rivals_need_no_gpu():
     }
     for label, names in expected.items():
         case = KernelCase(label.partition("+")[0], TINY[label], CUDA)
-        assert set(case.contenders) == {OURS, *names}
+        assert set(case.contenders) - {COPY} == {OURS, *names}
 
 
 @pytest.mark.parametrize("rival", [rivals.linear_gelu, rivals.linear_into, rivals.float32_product])
@@ -376,4 +402,4 @@ def test_resume_skips_what_is_done(monkeypatch, tmp_path):
     journal = Journal(path, resume=True)
     run_cases(cases, make_setting(journal=journal))
     assert ran == ["softmax"]
-    assert len(journal.records) == 2 + 3
+    assert len(journal.records) == (2 + COPIES) + (3 + COPIES)

@@ -7,9 +7,11 @@ host loop, and a CPU, with a wall clock between synchronisations.
 import random
 import time
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from minifused.benchmark.records import Spread
 
@@ -68,12 +70,18 @@ class Stopwatch:
         return start.elapsed_time(end) / 1e3
 
 
+def copy_of(moved: int, device: torch.device) -> Callable[[], Tensor]:
+    """A copy between two tensors that moves so many bytes: half are read, half are written."""
+    source = torch.ones(moved // 2, dtype=torch.uint8, device=device)
+    return partial(torch.empty_like(source).copy_, source)
+
+
 def copy_bytes_per_s(device: torch.device, rounds: int = 10) -> float:
     """The memory bandwidth of a large copy: bytes read and bytes written, a second."""
-    source = torch.ones(CEILING_BYTES[device.type], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    times = [wall_seconds(lambda: target.copy_(source), device) for _ in range(rounds + 2)]
-    return 2 * source.numel() / Spread.of(times[2:]).median
+    moved = 2 * CEILING_BYTES[device.type]
+    copy = copy_of(moved, device)
+    times = [wall_seconds(copy, device) for _ in range(rounds + 2)]
+    return moved / Spread.of(times[2:]).median
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype, rounds: int = 10) -> float:

@@ -2,7 +2,8 @@
 
 Ours is checked against float64 before anything is timed. Then all take turns: on a GPU each as a
 replay of a CUDA graph, so that no one's time holds what its launches cost the host, and behind a
-flush of the L2 cache.
+flush of the L2 cache. With an operation that memory bounds, a copy of as many bytes takes turns
+too: no rival, as it computes nothing, but what any kernel may at best come near.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from minifused import ops
 from minifused.benchmark import clock
 from minifused.benchmark.checks import Check, Exam
 from minifused.benchmark.clock import Work
-from minifused.benchmark.records import OURS, Record, Spread
+from minifused.benchmark.records import COPY, OURS, Record, Spread
 from minifused.benchmark.rivals import Rivals, rivals_of
 from minifused.benchmark.suite import Case, Setting, Unavailable, make_record, release_memory
 from minifused.inspection import kernel_of
@@ -33,6 +34,7 @@ from minifused.workloads import (
 
 WARM_CALLS = 3
 OPS = tuple(BENCHMARK)
+MEMORY_BOUND = ("softmax", "layer_norm", "vector_add")
 
 Seconds = Sequence[float]
 
@@ -66,7 +68,11 @@ class KernelCase:
 
     @property
     def contenders(self) -> Sequence[str]:
-        return (OURS, *self.rivals())
+        return (OURS, *self.rivals(), *self.limits())
+
+    def limits(self) -> Sequence[str]:
+        """What takes turns and is no rival."""
+        return (COPY,) if self.op in MEMORY_BOUND else ()
 
     def rivals(self) -> Rivals:
         return rivals_of(self.op, self.workload, self.device)
@@ -90,14 +96,19 @@ class KernelCase:
         inputs = self.workload.inputs(setting.device, setting.dtype, generator)
         exam = Exam.of(self.op, self.workload, inputs, setting.dtype)
         ready[OURS] = prepare_ours(self.op, inputs, exam, setting.device)
-        for name, rival in self.rivals().items():
-            call = partial(rival, **inputs)
+        for name, call in self._others(inputs, setting).items():
             try:
-                check = exam.measure(call())
+                check = {} if name in self.limits() else exam.measure(call())
                 ready[name] = warm_up(call, check, setting.device)
             except Exception as error:  # a rival's failure is a finding, not the end of the run
                 skipped, shape = isinstance(error, Unavailable), self.shape(setting.dtype)
                 yield make_record(setting, self, name, shape, {}, {}, _reason(error), skipped)
+
+    def _others(self, inputs: Inputs, setting: Setting) -> dict[str, Callable[[], Tensor]]:
+        """The calls of the rivals and limits, by name."""
+        calls = {name: partial(rival, **inputs) for name, rival in self.rivals().items()}
+        moved = self.workload.bytes(setting.dtype)
+        return {**calls, **{name: clock.copy_of(moved, setting.device) for name in self.limits()}}
 
     def _time(self, ready: Mapping[str, Ready], setting: Setting) -> Iterator[Record]:
         works = {name: r.work for name, r in ready.items()}
@@ -116,12 +127,14 @@ class KernelCase:
         """What is told of a contender's times, and what is added to its check."""
         flops, moved = self.workload.flops, self.workload.bytes(setting.dtype)
         floor = max(flops / setting.matmul_flops_per_s, moved / setting.copy_bytes_per_s)
-        return {
+        measured = {
             "time_us": Spread.of([1e6 * s for s in seconds]),
-            "tflops": Spread.of([flops / s / 1e12 for s in seconds]),
             "gb_per_s": Spread.of([moved / s / 1e9 for s in seconds]),
-            "roofline_share": Spread.of([floor / s for s in seconds]),
-        }, {}
+        }
+        if name != COPY:
+            measured["tflops"] = Spread.of([flops / s / 1e12 for s in seconds])
+            measured["roofline_share"] = Spread.of([floor / s for s in seconds])
+        return measured, {}
 
 
 def kernel_cases(device: torch.device, quick: bool, ops: Sequence[str] | None) -> list[Case]:

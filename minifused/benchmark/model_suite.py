@@ -3,7 +3,8 @@
 A case runs all contenders on the same weights, prompts and number of tokens. First they read on a
 text of their common greedy choices and have to give the logits of float64 math within the bound;
 then they are timed in turns. A run of one new token gives the time to the first one; what a run
-of all of them takes longer, the time of each further one.
+of all of them takes longer, the time of each further one. A case of one new token is the prefill
+alone: there is no decoding to check or to time, and its prompt may fill the model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from minifused.metrics import BOUNDS, Errors
 from minifused.twin import Twin
 from minifused.workloads import decode_bytes, prefill_flops
 
-FORCED_STEPS = 16  # tokens behind the prompt whose logits are compared
+FORCED_STEPS = 16  # tokens behind the prompt whose logits are compared, if there is room
 WARM_RUNS = 3  # the third run of a compiled function is the first that only replays
 
 Check = dict[str, float | int | str | bool | None]
@@ -90,15 +91,21 @@ class ModelCase:
     @property
     def capacity(self) -> int:
         """Positions that a run fills: the last token needs none."""
-        return self.prompt + max(self.new_tokens, FORCED_STEPS) - 1
+        return self.prompt + max(self.new_tokens, self.compared) - 1
+
+    @property
+    def compared(self) -> int:
+        """Tokens behind the prompt whose logits are compared: of a prefill alone the first."""
+        room = self.subject.config.n_positions - self.prompt + 1
+        return 1 if self.new_tokens == 1 else max(1, min(FORCED_STEPS, room))
 
     def require_room(self) -> None:
         """Raises UserError where the model has too few positions, or a size is below what works."""
-        for what, size, least in (
-            ("batch", self.batch, 1), ("prompt", self.prompt, 1), ("new-tokens", self.new_tokens, 2)
+        for what, size in (
+            ("batch", self.batch), ("prompt", self.prompt), ("new-tokens", self.new_tokens)
         ):  # fmt: skip
-            if size < least:
-                raise UserError(f"--{what} is {size}: at least {least}")
+            if size < 1:
+                raise UserError(f"--{what} is {size}: at least 1")
         limit = self.subject.config.n_positions
         if self.capacity > limit:
             raise UserError(
@@ -138,10 +145,14 @@ class ModelCase:
         contender.prepare(self.batch, self.capacity)
         check = text.check(name, contender, setting.dtype)
         for _ in range(WARM_RUNS):
-            contender.generate(text.prompts, self.new_tokens)
-            contender.generate(text.prompts, 1)
+            for count in self._counts():
+                contender.generate(text.prompts, count)
         peak = peak_since(before, setting.device)
         return Ready(contender, check, peak and peak + shared_bytes(contender, weights))
+
+    def _counts(self) -> Sequence[int]:
+        """Of the new tokens of the runs that are timed."""
+        return (1, self.new_tokens) if self.new_tokens > 1 else (1,)
 
     def _time(
         self, ready: Mapping[str, "Ready"], prompts: Tensor, setting: Setting
@@ -149,7 +160,7 @@ class ModelCase:
         works = {
             (name, count): (lambda r=r, count=count: r.contender.generate(prompts, count))
             for name, r in ready.items()
-            for count in (1, self.new_tokens)
+            for count in self._counts()
         }
         seconds = clock.in_turns(
             lambda work: clock.wall_seconds(work, setting.device), works, setting.rounds
@@ -169,25 +180,33 @@ class ModelCase:
         setting: Setting,
     ) -> dict[str, Spread]:
         """From the seconds of runs of one token and of all tokens, round by round."""
-        config, batch = self.subject.config, self.batch
-        further = self.new_tokens - 1
-        steps = [max(w - f, 1e-9) / further for f, w in zip(first, whole, strict=True)]
-        context = self.prompt + (further + 1) / 2  # keys that a step attends to, on average
-        moved = decode_bytes(config, batch, context, setting.dtype)
-        flops = prefill_flops(config, batch, self.prompt)
-        step, start = Spread.of(steps).median, Spread.of(first).median
+        start = Spread.of(first).median
+        flops = prefill_flops(self.subject.config, self.batch, self.prompt)
         measured = {
             "first_token_ms": Spread.of([1e3 * s for s in first]),
-            "ms_per_token": Spread.of([1e3 * s for s in steps]),
-            "tokens_per_s": Spread.of([batch * self.new_tokens / s for s in whole]),
-            "prefill_tokens_per_s": Spread.exact(batch * self.prompt / start),
-            "decode_tokens_per_s": Spread.exact(batch / step),
-            "copy_bandwidth_share": Spread.exact(moved / step / setting.copy_bytes_per_s),
+            "tokens_per_s": Spread.of([self.batch * self.new_tokens / s for s in whole]),
+            "prefill_tokens_per_s": Spread.exact(self.batch * self.prompt / start),
             "matmul_rate_share": Spread.exact(flops / start / setting.matmul_flops_per_s),
         }
+        if self.new_tokens > 1:
+            measured |= self._decode_metrics(first, whole, setting)
         if peak_bytes is not None:
             measured["peak_memory_mib"] = Spread.exact(peak_bytes / 2**20)
         return measured
+
+    def _decode_metrics(
+        self, first: Sequence[float], whole: Sequence[float], setting: Setting
+    ) -> dict[str, Spread]:
+        further = self.new_tokens - 1
+        steps = [max(w - f, 1e-9) / further for f, w in zip(first, whole, strict=True)]
+        context = self.prompt + (further + 1) / 2  # keys that a step attends to, on average
+        moved = decode_bytes(self.subject.config, self.batch, context, setting.dtype)
+        step = Spread.of(steps).median
+        return {
+            "ms_per_token": Spread.of([1e3 * s for s in steps]),
+            "decode_tokens_per_s": Spread.exact(self.batch / step),
+            "copy_bandwidth_share": Spread.exact(moved / step / setting.copy_bytes_per_s),
+        }
 
 
 @dataclass(frozen=True)
@@ -204,9 +223,10 @@ class Text:
     """Prompts, the twin's greedy choices behind them, and what float64 thinks of both.
 
     Attributes:
-        tokens: (B, prompt + FORCED_STEPS - 1), each row a prompt and all its choices but the last.
-        choices: (B, FORCED_STEPS).
-        exact: logits, float64 (B, FORCED_STEPS, V).
+        tokens: (B, prompt + N - 1), each row a prompt and all its choices but the last; N is the
+            case's `compared`.
+        choices: (B, N).
+        exact: logits, float64 (B, N, V).
         eager: the errors of the eager twin in the dtype that is measured.
     """
 
@@ -226,7 +246,7 @@ class Text:
         twin = EagerTwin(Twin.from_weights(config, dict(weights)))
         twin.prepare(case.batch, case.capacity)
         logits = [twin.prefill(prompts)[1]]
-        for _ in range(FORCED_STEPS - 1):
+        for _ in range(case.compared - 1):
             logits.append(twin.step(logits[-1].argmax(-1))[1])
         followed = torch.stack(logits, dim=1)
         choices = followed.argmax(-1)
@@ -253,6 +273,7 @@ class Text:
             "rms_bound": limits.rms,
             "greedy_difference": step,
             "greedy_margin": margin,
+            "decode_steps": logits.shape[1] - 1,  # that were compared, behind the prefill
         }
         # In 16 bits a choice may be as far below the best as the largest error of a logit allows.
         tie = 0.0 if dtype == torch.float32 else limits.max * metrics.rms(self.exact)
@@ -267,7 +288,7 @@ class Text:
         The margin is the largest of all: by how much float64 puts such a choice below its best.
         """
         chosen = logits.argmax(-1)
-        other = chosen != self.choices  # (B, FORCED_STEPS)
+        other = chosen != self.choices  # (B, N)
         if not other.any():
             return None, None
         below = self.exact.amax(-1) - self.exact.gather(-1, chosen[..., None]).squeeze(-1)

@@ -8,6 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from minifused.benchmark.records import (
+    COPY,
     OURS,
     Record,
     Spread,
@@ -65,7 +66,7 @@ def plot_all(records: Iterable[Record], folder: Path) -> list[Path]:
         import matplotlib
     except ImportError:
         raise UserError("charts need matplotlib: pip install 'minifused[bench]'") from None
-    measured = (record for record in records if record.status == "ok")
+    measured = (r for r in records if r.status == "ok" and r.contender != COPY)
     machines = group_by(measured, lambda record: record.machine["name"])
     written = []
     with matplotlib.rc_context(STYLE):

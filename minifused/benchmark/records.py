@@ -17,6 +17,7 @@ from minifused.errors import UserError
 
 SCHEMA_VERSION = 1
 OURS = "minifused"  # the contender that all others are rivals of
+COPY = "copy"  # but this one: it moves as many bytes and computes nothing, which is a limit
 STATUSES = ("ok", "skipped", "failed")
 
 # What the shape of a case has to hold, as tables and charts read it. A scaling case names in
@@ -79,7 +80,7 @@ class Record:
     Attributes:
         suite: "model", "kernels" or "scaling".
         case: readable, and of one meaning within its suite and dtype.
-        contender: who did the work; "minifused" is ours.
+        contender: who did the work; "minifused" is ours, "copy" a limit and no rival.
         shape: the numbers behind the case, among them those of `SHAPES`.
         dtype: as "bfloat16".
         schedule: of our kernel, None where there is none.
@@ -374,12 +375,22 @@ def by_case(records: Iterable[Record]) -> list[list[Record]]:
 
 def find_ours(case: Iterable[Record]) -> Record | None:
     """Our own record of a case, None if it did not run."""
-    return next((r for r in case if r.contender == OURS and r.status == "ok"), None)
+    return _find(case, OURS)
+
+
+def find_copy(case: Iterable[Record]) -> Record | None:
+    """The copy of as many bytes, None where a case has none."""
+    return _find(case, COPY)
+
+
+def _find(case: Iterable[Record], contender: str) -> Record | None:
+    return next((r for r in case if r.contender == contender and r.status == "ok"), None)
 
 
 def best_rival(case: Iterable[Record], metric: str) -> Record | None:
     """The rival with the smallest median, None if none has any."""
-    rivals = [r for r in case if r.contender != OURS and r.status == "ok" and metric in r.metrics]
+    others = [r for r in case if r.contender not in (OURS, COPY)]
+    rivals = [r for r in others if r.status == "ok" and metric in r.metrics]
     return min(rivals, key=lambda r: r.metrics[metric].median, default=None)
 
 

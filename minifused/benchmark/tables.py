@@ -15,6 +15,7 @@ from minifused.benchmark.records import (
     Spread,
     best_rival,
     by_case,
+    find_copy,
     find_ours,
     group_by,
     times_faster,
@@ -22,7 +23,8 @@ from minifused.benchmark.records import (
 from minifused.columns import padded
 
 MISSING = "-"
-LEFT_ALIGNED = ("op", "case", "contender", "dtype", "best rival", "note")
+MANY_ROWS = 1024  # of a product: from here on they are one kind
+LEFT_ALIGNED = ("op", "case", "contender", "dtype", "against", "best rival", "note")
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,11 @@ def _range(spread: Spread) -> str:
 
 def _percent(record: Record | None, metric: str) -> str:
     spread = record.metrics.get(metric) if record else None
-    return MISSING if spread is None else f"{100 * spread.median:.0f}%"
+    return _share(spread.median if spread else None)
+
+
+def _share(ratio: float | None) -> str:
+    return MISSING if ratio is None else f"{100 * ratio:.0f}%"
 
 
 def _times(record: Record, ours: Record | None, metric: str) -> str:
@@ -163,8 +169,10 @@ def _ratio(ratio: float | None) -> str:
 
 
 def _note(record: Record) -> str:
-    """Why there are no figures, in one line."""
-    return "" if record.status == "ok" else " ".join(f"{record.status}: {record.reason}".split())
+    """Why there are no figures, or none of decoding, in one line."""
+    if record.status == "ok":
+        return "no decoding to check or to time" if record.check.get("decode_steps") == 0 else ""
+    return " ".join(f"{record.status}: {record.reason}".split())
 
 
 # Tables
@@ -176,7 +184,7 @@ def _tables(records: Iterable[Record]) -> list[Table]:
     sweeps = group_by(suites.get("scaling", []), lambda r: f"scaling over {r.shape['sweep']}")
     return [
         *(_by_contender(title, group, MODEL_COLUMNS) for title, group in models.items()),
-        *([_kernel_table(suites["kernels"])] if "kernels" in suites else []),
+        *_kernel_tables(suites.get("kernels", [])),
         *(_by_contender(title, group, SCALING_COLUMNS) for title, group in sweeps.items()),
     ]
 
@@ -220,14 +228,20 @@ def _by_contender(title: str, records: Sequence[Record], columns: dict[str, Cell
     return Table(title, tuple(columns), rows, [note])
 
 
-def _kernel_table(records: Sequence[Record]) -> Table:
-    """A row for each case: ours beside the best rival."""
+def _kernel_tables(records: Sequence[Record]) -> list[Table]:
+    """A row for each case, ours beside the best rival; then what that comes to by operation."""
+    cases = by_case(records)
+    return [table for table in (_kernel_table(cases), _summary(cases)) if table.rows]
+
+
+def _kernel_table(cases: Sequence[Sequence[Record]]) -> Table:
     columns = (
         *("op", "case", "dtype", f"{OURS} us", "best rival", "rival us", "ratio"),
-        *("TFLOP/s", "GB/s", "of roofline", "note"),
+        *("TFLOP/s", "GB/s", "of roofline", "of a copy", "note"),
     )
-    cases = by_case(records)
-    notes = [f"ratio: time of the best rival / time of {OURS}", *_means(cases)]
+    notes = [f"ratio: time of the best rival / time of {OURS}"]
+    if any(map(find_copy, cases)):
+        notes.append(f"of a copy: time of a copy that moves as many bytes / time of {OURS}")
     return Table("kernels", columns, [_kernel_row(case) for case in cases], notes)
 
 
@@ -241,16 +255,46 @@ def _kernel_row(case: Sequence[Record]) -> tuple[str, ...]:
         MISSING if rival is None else _with_spread(rival, "time_us"),
         _ratio(times_faster(rival, ours, "time_us")),
         *(_median(ours, "tflops"), _median(ours, "gb_per_s"), _percent(ours, "roofline_share")),
+        _share(times_faster(find_copy(case), ours, "time_us")),
         "; ".join(missing),
     )
 
 
-def _means(cases: Iterable[Sequence[Record]]) -> list[str]:
-    """One line on the ratios of each op and dtype; none without any ratio."""
-    ratios: dict[str, list[float]] = {}
+# What the ratios of a summary are of, by name.
+AGAINST: dict[str, Callable[[Sequence[Record]], Record | None]] = {
+    "best rival": lambda case: best_rival(case, "time_us"),
+    "a copy": find_copy,
+}
+
+
+def _summary(cases: Iterable[Sequence[Record]]) -> Table:
+    """A column for each kind of work, a row for each dtype and what the times are held against."""
+    ratios: dict[tuple[str, str], dict[str, list[float]]] = {}
     for case in cases:
-        ratio = times_faster(best_rival(case, "time_us"), find_ours(case), "time_us")
-        if ratio:
-            ratios.setdefault(f"{case[0].shape['op']} {case[0].dtype}", []).append(ratio)
-    means = [f"{n} {geometric_mean(values):.2f} (of {len(values)})" for n, values in ratios.items()]
-    return [f"geometric mean of the ratios: {', '.join(means)}"] if means else []
+        for name, find in AGAINST.items():
+            if ratio := times_faster(find(case), find_ours(case), "time_us"):
+                row = ratios.setdefault((case[0].dtype, name), {})
+                row.setdefault(_kind(case[0]), []).append(ratio)
+    kinds = list(dict.fromkeys(kind for row in ratios.values() for kind in row))
+    rows = [
+        (*names, *(_mean(row[kind]) if kind in row else MISSING for kind in kinds))
+        for names, row in ratios.items()
+    ]
+    note = f"their time / time of {OURS}: geometric mean (worst-best) of so many cases"
+    return Table("kernels by operation", ("dtype", "against", *kinds), rows, [note])
+
+
+def _kind(record: Record) -> str:
+    """The op, with what of its shape decides which kernel does it."""
+    shape, op = record.shape, str(record.shape["op"])
+    if op == "attention" and "causal" in shape:
+        return "attention, causal" if shape["causal"] else "attention, not causal"
+    if op.startswith("linear") and "m" in shape:
+        rows = int(shape["m"])
+        return f"linear, M = {rows}" if rows < MANY_ROWS else f"linear, M >= {MANY_ROWS}"
+    return op.replace("_", " ")
+
+
+def _mean(ratios: Sequence[float]) -> str:
+    mean, worst, best = (f"{f(ratios):.2f}" for f in (geometric_mean, min, max))
+    return f"{mean} ({worst}-{best}) of {len(ratios)}"

@@ -51,10 +51,13 @@ class Stage:
 
 
 class TourCase(KernelCase):
-    """A case of the benchmark without the rival that takes long to build."""
+    """A case of the benchmark without the rival that takes long to build, and without limits."""
 
     def rivals(self) -> Rivals:
         return {name: run for name, run in super().rivals().items() if name != SKIPPED_RIVAL}
+
+    def limits(self) -> tuple[str, ...]:
+        return ()
 
 
 def race(stage: Stage, op: str, workload: Workload) -> list[Record]:
