@@ -10,6 +10,7 @@ from minifused.kernels.flash_steps import mask, row_maxima, scale_rows, weigh
 from minifused.kernels.schedule import FlashSchedule
 
 TURN = 8  # the first of the named barriers by which warpgroups take turns; the compiler's are below
+STORED = 1  # that of all of them, which the compiler leaves free: its own begin at 3
 WHOLE_ROWS = T.GemmWarpPolicy.FullRow
 
 

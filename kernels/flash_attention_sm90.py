@@ -12,6 +12,7 @@ import math
 import tilelang.language as T
 
 from minifused.kernels.flash_attend import (
+    STORED,
     Fragments,
     attend_in_turn,
     attend_overlapped,
@@ -95,9 +96,14 @@ def flash_attention_sm90_kernel(
                     T.barrier_wait(q_full, t % 2)
                     attend(r, f, tx, work[5], int(causal), scale_log2, begin, work[4])
                     finish(o, l, rescale, shift, work[3])
+                    if schedule.resident:
+                        # The output before this one has gone to memory beside the products.
+                        T.tma_store_wait(0)
+                        T.sync_threads(STORED, consumers)
                     T.copy(o, O_shared)
-                    T.copy(O_shared, O[work[0], work[2] : work[2] + block_m, work[1], :])
+                    T.tma_copy(O_shared, O[work[0], work[2] : work[2] + block_m, work[1], :])
                     done[0] += work[4]
+                T.tma_store_wait(0)
             else:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 for t in T.serial(trips):

@@ -82,11 +82,15 @@ def finish_tile(out: Output, acc, r, staged, by, bx, group: int):
         if staged is None:
             _store_through_ring(out, acc, row, col, group)
         else:
-            # The tile before this one goes to memory while the products are computed.
-            T.tma_store_wait(0)
-            T.sync_threads(SETTLED[group], out.threads)
-            T.copy(acc, staged)
-            T.tma_copy(staged, out.C[row : row + acc.shape[0], col : col + acc.shape[1]])
+            # What was stored before this goes to memory beside the products, or, of a tile that is
+            # stored in turns, while this is waited for.
+            width = int(staged.shape[1])
+            for c in list(range(int(acc.shape[1]) // width)):
+                T.tma_store_wait(0)
+                T.sync_threads(SETTLED[group], out.threads)
+                T.copy(acc[:, c * width : (c + 1) * width], staged)
+                first = col + c * width
+                T.tma_copy(staged, out.C[row : row + acc.shape[0], first : first + width])
 
 
 @T.macro

@@ -83,7 +83,7 @@ def gemm_sm90_kernel(
         residual = T.alloc_fragment((block_m, block_n), out_dtype)
         staged = None
         if out_dtype != "float32" and not in_ring:
-            staged = T.alloc_shared((block_m, block_n), out_dtype)
+            staged = T.alloc_shared((block_m, schedule.store_n), out_dtype)
         at = T.alloc_local((2,), "int32")
         first_turn(r, group)
         for u in T.serial(T.truncdiv(trips - group + groups - 1, groups)):

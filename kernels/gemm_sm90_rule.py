@@ -15,8 +15,8 @@ END = 1000  # clocks at the end of a tile, and one for each 16 elements
 L2_MATRIX = 16 << 20  # bytes of A that stay in L2
 
 FORMS = (
-    RingGemmSchedule(128, 256, 3, 2, resident=SMS, registers=240),
-    RingGemmSchedule(256, 128, 3, 2, resident=SMS, registers=240),
+    RingGemmSchedule(128, 256, 4, 2, resident=SMS, registers=240, store_columns=128),
+    RingGemmSchedule(256, 128, 4, 2, resident=SMS, registers=240, store_columns=64),
     RingGemmSchedule(128, 192, 4, 2, resident=SMS, registers=240),
     RingGemmSchedule(128, 160, 4, 2, resident=SMS, registers=240),
     RingGemmSchedule(128, 128, 3, 2, min_blocks=2),
@@ -24,10 +24,14 @@ FORMS = (
     RingGemmSchedule(64, 128, 4, 1, min_blocks=2),
     RingGemmSchedule(64, 64, 6, 1, min_blocks=2),
 )
-# As measured, where the model has no form as good: a head, and one round of small tiles.
-HEAD = RingGemmSchedule(128, 128, 4, 2, resident=SMS, ping_pong=True, swizzle=8, registers=240)
+# As measured, where the model has no form as good: one round of small tiles, and many whole rounds
+# over so few columns that the ends of tiles count, which run beside another tile's products.
 ONE_ROUND = RingGemmSchedule(128, 64, 8, 2)
-HEAD_COLUMNS = 16384
+MANY_ROUNDS = RingGemmSchedule(
+    128, 128, 5, 2, resident=SMS, ping_pong=True, swizzle=8, registers=240, store_columns=64
+)
+MANY_ROUNDS_DEPTH = 3072
+WHOLE = 0.9  # of the last round, and of the tiles at the edges
 
 
 def ring_gemm_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> RingGemmSchedule:
@@ -38,12 +42,18 @@ def _rule(m: int, n: int, k: int) -> RingGemmSchedule:
     """That of the most rows that share a bucket, so that these compile once."""
     rows = min(buckets.ceiling(m, buckets.GEMM_ROWS), 2 * buckets.GEMM_ROWS[-1])
     best = min(FORMS, key=lambda form: clocks(form, rows, n, k))
-    if n >= HEAD_COLUMNS:
-        best = HEAD
+    if k <= MANY_ROUNDS_DEPTH and _has_whole_rounds(MANY_ROUNDS, rows, n):
+        best = MANY_ROUNDS
     elif SMS // 2 < -(-rows // ONE_ROUND.block_m) * -(-n // ONE_ROUND.block_n) <= SMS:
         best = ONE_ROUND
     swizzle = 0 if rows * k * 2 <= L2_MATRIX else 16
     return replace(best, swizzle=best.swizzle or swizzle)
+
+
+def _has_whole_rounds(s: RingGemmSchedule, m: int, n: int) -> bool:
+    """Whether three rounds of tiles or more leave few SMs idle."""
+    rounds = -(-(-(-m // s.block_m) * -(-n // s.block_n)) // SMS)
+    return rounds >= 3 and m * n >= WHOLE * rounds * SMS * s.block_m * s.block_n
 
 
 def clocks(s: RingGemmSchedule, m: int, n: int, k: int) -> float:
@@ -54,6 +64,7 @@ def clocks(s: RingGemmSchedule, m: int, n: int, k: int) -> float:
     loads = (s.block_m + s.block_n) * s.block_k * 2 / bandwidth
     step = max(area * s.block_k / PRODUCTS, loads)
     end = END + area / 16
-    # Beside another block on the SM the end of a tile costs nothing, but for the last.
-    ends = end if s.min_blocks > 1 else rounds * end
+    # Beside another block on the SM, or another group, the end of a tile costs nothing, but for the
+    # last.
+    ends = end if s.min_blocks > 1 or s.ping_pong else rounds * end
     return FIRST_BYTES + rounds * steps * step + ends

@@ -77,7 +77,7 @@ def shared_memory(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: 
     if kernel == "gemm_sm90":
         item = ITEM_BYTES[dtype]
         staged = 0 if stores_through_ring(schedule) else item * schedule.groups
-        return _ring_bytes(item, schedule) + staged * schedule.block_m * schedule.block_n
+        return _ring_bytes(item, schedule) + staged * schedule.block_m * schedule.store_n
     if kernel == "flash_attention":
         return _attention_bytes(tile, dtype, schedule, head_dim)
     if kernel == "flash_attention_sm90":
@@ -334,6 +334,8 @@ def _ring_gemm_warps(s: RingGemmSchedule) -> Iterator[str]:
     rows = 64 * s.consumers // s.groups
     if s.block_m % rows or s.block_n % 16 or s.block_n > 256 or s.block_k % 64:
         yield f"tiles are of {rows} rows, of columns by 16 up to 256, and 64 deep, or multiples"
+    if s.store_columns and (s.store_columns % CHUNK or s.block_n % s.store_columns):
+        yield f"{s.store_columns} columns stored at a time: expected a divisor, by {CHUNK}"
     if s.ping_pong and not (s.resident and s.consumers > 1):
         yield "only resident blocks of several warpgroups have these take turns"
     wanted = s.registers or launch_registers(s)

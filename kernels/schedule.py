@@ -116,6 +116,11 @@ class RingGemmSchedule:
     swizzle: int = 0  # rows of tiles that go through the columns side by side, 0: all
     registers: int = 0  # of a thread that computes, handed over by those that load; 0: none are
     block_k: int = 64
+    store_columns: int = 0  # of a tile, that a resident block stores at a time, 0: all
+
+    @property
+    def store_n(self) -> int:
+        return self.store_columns or self.block_n
 
     @property
     def num_threads(self) -> int:
@@ -393,16 +398,20 @@ FLASH_L2_BYTES = 32 << 20  # of keys and values that stay in it
 
 
 def _flash_rule(head_dim: int, causal: bool, keys: int) -> FlashSchedule:
-    """As measured on an H200, at 1024 to 8192 keys."""
+    """As measured on an H200, at 512 to 8192 keys."""
     in_l2 = max(1, FLASH_L2_BYTES // (keys * head_dim * 4))
     if head_dim > 64:
         wide = FlashSchedule(128, 128, 2, 2, 240, overlap=True, pin=True)
-        return replace(wide, heads_together=16) if causal else replace(wide, resident=SMS)
+        if causal and keys > 1024:
+            return replace(wide, heads_together=16)
+        return replace(wide, resident=SMS, heads_together=in_l2 if causal else 1)
     if keys > (4096 if causal else 2048):
         return FlashSchedule(192, 128, 2, 3, 160, 0, in_l2, overlap=True)
     if causal and keys <= 1024:
         return FlashSchedule(64, 64, 3, 1, 128, 3, in_l2)
-    return FlashSchedule(128, 64, 2, 2, 104, 2, in_l2 if causal else 1)
+    # Of some rounds of work the ends of one go beside the next, where a block takes several.
+    resident = 2 * SMS if not causal and 512 < keys <= 1024 else 0
+    return FlashSchedule(128, 64, 2, 2, 104, 2, in_l2 if causal else 1, resident)
 
 
 def row_schedule(tile: Tile, n: int, limit: int) -> RowSchedule:

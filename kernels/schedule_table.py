@@ -24,6 +24,7 @@ from minifused.kernels.processor import processor_name
 from minifused.kernels.table_file import Entries
 from minifused.kernels.tile import Tile
 
+SIXTEEN_BITS = {"float16": "bfloat16", "bfloat16": "float16"}
 PACKAGED = Path(__file__).parents[1] / "schedules"  # of minifused, where kernels/ is a link
 
 S = TypeVar("S")
@@ -89,11 +90,15 @@ def find(
 ) -> S | None:
     """The schedule of the first table that has one; None without.
 
-    `parse` makes it of its fields and raises ValueError for those that it refuses; the table is
-    then passed over, with a warning. Without `user`, only the package's table counts.
+    A dtype of 16 bits without a schedule gets that of the other: as many bytes, and products at
+    the same rate. `parse` makes it of its fields and raises ValueError for those that it refuses;
+    the table is then passed over, with a warning. Without `user`, only the package's table counts.
     """
     for path, entries in _tables(tile, user) if not _rules_only.get() else ():
-        fields = entries.get(kernel, {}).get(dtype, {}).get(bucket)
+        dtypes = entries.get(kernel, {})
+        fields = dtypes.get(dtype, {}).get(bucket)
+        if fields is None and dtype in SIXTEEN_BITS:
+            fields = dtypes.get(SIXTEEN_BITS[dtype], {}).get(bucket)
         if fields is not None:
             try:
                 return parse(fields)

@@ -92,6 +92,17 @@ def test_the_packages_table_serves_a_gpu_that_is_not_here():
     assert schedule.gemm_schedule(Tile("sm_100a"), *SHAPE, BF16) != chosen
 
 
+def test_a_dtype_of_16_bits_without_a_schedule_gets_the_others():
+    first = GemmSchedule(128, 128, 64, 4, 256, 0)
+    put_packages(first, H200, dtype=BF16)
+    of = {dtype: schedule.gemm_schedule(H200, *SHAPE, dtype) for dtype in (BF16, "float16", F32)}
+    assert of[BF16] == of["float16"] == first != of[F32]
+    own = GemmSchedule(128, 64, 64, 4, 256, 0)
+    put_packages(own, H200, dtype="float16")
+    assert schedule.gemm_schedule(H200, *SHAPE, "float16") == own
+    assert schedule.gemm_schedule(H200, *SHAPE, BF16) == first
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_a_machine_without_the_gpu_has_no_table_of_its_own():
     assert schedule_table.machine(H200) is None

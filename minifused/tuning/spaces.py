@@ -89,9 +89,16 @@ def _ring_forms(panels: tuple[int, ...]) -> Iterator[RingGemmSchedule]:
             yield RingGemmSchedule(m, n, stages, m // 64, blocks, swizzle=panels[-1])
     for stages, swizzle in product((3, 4, 5), panels):
         for m, n in (*((128, n) for n in range(112, 272, 16)), (256, 96), (256, 112), (256, 128)):
-            yield RingGemmSchedule(m, n, stages, 2, 1, SMS, swizzle=swizzle, registers=240)
+            yield from _stores(RingGemmSchedule(m, n, stages, 2, 1, SMS, False, swizzle, 240))
         for m, n in ((128, 128), (64, 256), (64, 192)):
-            yield RingGemmSchedule(m, n, stages, 2, 1, SMS, True, swizzle, 240)
+            yield from _stores(RingGemmSchedule(m, n, stages, 2, 1, SMS, True, swizzle, 240))
+
+
+def _stores(whole: RingGemmSchedule) -> Iterator[RingGemmSchedule]:
+    """A tile stored at once, and in two or more turns, which leave room for stages."""
+    yield whole
+    if whole.num_stages > 3 and whole.block_n % 64 == 0:
+        yield replace(whole, store_columns=64)
 
 
 def skinny_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SkinnySchedule]:
