@@ -1,5 +1,6 @@
 """Settings of the test process."""
 
+import gc
 import os
 
 import pytest
@@ -15,6 +16,15 @@ torch.backends.cudnn.allow_tf32 = False
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# TileLang makes and drops many objects, and each full collection looks at all that was imported.
+gc.set_threshold(50_000, 20, 50)
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
+
 
 _direct_call = build._direct_call
 
