@@ -11,7 +11,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # TileLang makes and drops many objects, and each full collection looks at all that was imported.
-gc.set_threshold(50_000, 20, 50)
+gc.set_threshold(50_000)
 
 
 def pytest_collection_finish():
