@@ -18,45 +18,42 @@ from minifused.kernels.tile import CPU
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
-import sys
+import os, sys
 import torch
 from minifused import ops
 from minifused.kernels.build import stats
-print("ready", flush=True)
-sys.stdin.readline()  # so that all start together
+
+children, (ready, go) = [], os.pipe()
+for _ in range(int(sys.argv[1]) - 1):  # imports take seconds, and forks have done them
+    children.append(os.fork())
+    if not children[-1]:
+        children.clear()
+        break
+os.close(go)
+os.read(ready, 1)  # so that all start together: it ends once each has closed its `go`
 x = torch.arange(21.0).view(3, 7).sin()
-print(ops.softmax(x).sum(0).tolist(), stats.count)
+print(ops.softmax(x).sum(0).tolist(), stats.count, flush=True)
+sys.exit(any(os.waitpid(child, 0)[1] for child in children))
 """
 
 
-def start(cache, **environment):
-    own = {"TILELANG_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], env={**os.environ, **own, **environment},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+def run(cache, processes=1):
+    """What so many processes printed, each a line, and their warnings."""
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(processes)], capture_output=True, text=True, timeout=100,
+        env={**os.environ, "TILELANG_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-
-
-def finish(processes):
-    """What each printed once all were ready."""
-    for process in processes:
-        assert process.stdout.readline() == "ready\n", process.stderr.read()
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    ended = [process.communicate(timeout=100) for process in processes]
-    for process, (_, process.errors) in zip(processes, ended, strict=True):
-        assert process.returncode == 0, process.errors
-    outputs = [output.splitlines() for output, _ in ended]
-    assert [len(lines) for lines in outputs] == [1] * len(ended)  # no log on stdout
-    return [lines[0] for lines in outputs]
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert len(lines) == processes  # no log on stdout
+    return lines, run.stderr
 
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory):
-    """A cache that was absent when four processes started on it, and what they printed."""
+    """A cache that was absent when four processes came to it, and what they printed."""
     cache = tmp_path_factory.mktemp("compile") / "absent" / "cache"
-    return cache, finish([start(cache) for _ in range(4)])
+    return cache, run(cache, 4)[0]
 
 
 def libraries(cache):
@@ -75,16 +72,16 @@ def test_a_damaged_library_is_compiled_again(filled):
     (library,) = libraries(cache)
     whole = library.read_bytes()
     library.write_bytes(whole[: len(whole) // 2])
-    assert finish([start(cache)]) == outputs[:1]
+    assert run(cache)[0] == outputs[:1]
     assert len(library.read_bytes()) == len(whole)
 
 
 def test_a_cache_folder_that_cannot_be_written_is_one_warning(filled, tmp_path):
     _, outputs = filled
     (tmp_path / "file").touch()
-    process = start(tmp_path / "file" / "cache")
-    assert finish([process]) == outputs[:1]
-    assert process.errors.count("TILELANG_CACHE_DIR") == 1
+    lines, errors = run(tmp_path / "file" / "cache")
+    assert lines == outputs[:1]
+    assert errors.count("TILELANG_CACHE_DIR") == 1
 
 
 def test_without_a_home_a_temporary_folder_serves():

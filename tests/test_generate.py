@@ -241,11 +241,12 @@ def test_a_missing_compiler_is_named(tmp_path):
     assert "Traceback" not in run.stderr
 
 
-def test_cpu_generation_leaves_cuda_alone():
+def test_cpu_generation_leaves_cuda_alone_and_transformers_is_imported_on_demand():
     code = (
-        "import runpy, torch;"
+        "import runpy, sys, torch, minifused.interop;"
         f"runpy.run_path({str(SCRIPT_FILE)!r})['main'](['--device=cpu', '--max-new-tokens=2']);"
-        "assert not torch.cuda.is_initialized()"
+        "assert not torch.cuda.is_initialized();"
+        "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 

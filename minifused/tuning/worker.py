@@ -12,11 +12,13 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from minifused.errors import UserError
@@ -86,12 +88,13 @@ class Worker:
         return self._exchange(question, seconds)
 
     def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")  # a fork of a CUDA process cannot use CUDA
-        self._pipe, other = spawn.Pipe()
+        context = _context()
+        self._pipe, other = context.Pipe()
         self.started += 1
         log = self.folder / f"{id(self)}-{self.started}"
         log.mkdir()
-        self._process = spawn.Process(target=serve, args=(other, str(log)), daemon=True)
+        arguments = other, str(log), dict(os.environ)
+        self._process = context.Process(target=serve, args=arguments, daemon=True)
         self._process.start()
         other.close()
         self._receive(START_SECONDS)
@@ -132,15 +135,28 @@ class Worker:
         self._process = self._task = None
 
 
+def _context() -> Any:
+    """How to start processes: where there is no GPU, as forks of one that has imported all this.
+
+    TileLang asks for GPUs when it is imported, and a fork of a process that found one cannot use
+    it: there each process imports for itself.
+    """
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
 def _describe(code: int | None) -> str:
     if code is None or code >= 0:
         return f"with exit code {code}"
     return f"by {signal.Signals(-code).name}"
 
 
-def serve(pipe: Connection, folder: str) -> None:
+def serve(pipe: Connection, folder: str, environment: Mapping[str, str]) -> None:
     """Answer until the pipe closes."""
-    _settle(folder)
+    _settle(folder, environment)
     pipe.send("ready")
     clerk = Clerk()
     while True:
@@ -173,10 +189,13 @@ class Clerk:
         return None
 
 
-def _settle(folder: str) -> None:
-    """A process group that can be killed as one, and a folder for what TileLang writes."""
+def _settle(folder: str, environment: Mapping[str, str]) -> None:
+    """A process group that can be killed as one, a folder for what TileLang writes, and the
+    environment of whoever asks, which a fork has as it was when its server started."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    os.environ.clear()
+    os.environ.update(environment)
     for name in PATHS:
         if os.environ.get(name):
             os.environ[name] = os.path.abspath(os.path.expanduser(os.environ[name]))
