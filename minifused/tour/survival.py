@@ -16,7 +16,8 @@ from minifused.tuning.task import Task, arch_of
 from minifused.tuning.worker import Worker
 from minifused.workloads import SoftmaxWorkload
 
-COMPILE_SECONDS, SECONDS = 120.0, 6.0  # for a candidate to compile, and to be judged and timed
+SECONDS = 120.0  # for a candidate to compile, or to be judged and timed; a busy machine is slow
+HANG_SECONDS = 6.0  # for one that never returns
 # What is planted, in this order, and how it has to end.
 PLANTED = {
     "tiles that do not fit": (faults.DOES_NOT_COMPILE, COMPILE_ERROR),
@@ -34,7 +35,9 @@ def run_survival(stage: Stage) -> Iterator[Block | Figure]:
     with Worker(stage.folder) as worker:
         for name, (fault, expected) in PLANTED.items():
             start = time.perf_counter()
-            outcome = attempt(worker, task, replace(faults.rule(task.tile), block_n=fault))
+            schedule = replace(faults.rule(task.tile), block_n=fault)
+            limit = HANG_SECONDS if expected == TIMEOUT else SECONDS
+            outcome = attempt(worker, task, schedule, limit)
             seconds = f"{time.perf_counter() - start:.1f}"
             rows.append((name, outcome.status, seconds, outcome.reason or "-"))
             wrong += [name] if outcome.status != expected else []
@@ -47,12 +50,12 @@ def run_survival(stage: Stage) -> Iterator[Block | Figure]:
         raise RuntimeError(f"did not end as expected: {', '.join(wrong)}")
 
 
-def attempt(worker: Worker, task: Task, schedule: RowSchedule) -> Outcome:
-    """Compile a candidate; judge and time it if that succeeds."""
-    compiled = worker.run(task, "compile", schedule, COMPILE_SECONDS)
+def attempt(worker: Worker, task: Task, schedule: RowSchedule, limit: float) -> Outcome:
+    """Compile a candidate; judge and time it, for `limit` seconds at most, if that succeeds."""
+    compiled = worker.run(task, "compile", schedule, SECONDS)
     if compiled.status != OK:
         return compiled
-    return worker.run(task, "measure", schedule, SECONDS)
+    return worker.run(task, "measure", schedule, limit)
 
 
 SURVIVAL = Section(
