@@ -25,7 +25,7 @@ FORMS = (
     RingGemmSchedule(64, 64, 6, 1, min_blocks=2),
 )
 # As measured, where the model has no form as good: one round of small tiles, and many whole rounds
-# over so few columns that the ends of tiles count, which run beside another tile's products.
+# so shallow that the ends of tiles count: these then run beside the products of another tile.
 ONE_ROUND = RingGemmSchedule(128, 64, 8, 2)
 MANY_ROUNDS = RingGemmSchedule(
     128, 128, 5, 2, resident=SMS, ping_pong=True, swizzle=8, registers=240, store_columns=64

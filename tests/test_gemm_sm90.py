@@ -9,7 +9,14 @@ from helpers import ACTIVATIONS, assert_within_bound, lower_once, needs_sm90, no
 from torch.nn import functional as F
 
 from minifused import ops
-from minifused.kernels import build, gemm_sm90, gemm_sm90_rule, limits, schedule
+from minifused.kernels import (
+    build,
+    gemm_sm90,
+    gemm_sm90_rule,
+    limits,
+    schedule,
+    schedule_table,
+)
 from minifused.kernels.gemm_sm90_kernel import gemm_sm90_kernel
 from minifused.kernels.schedule import RingGemmSchedule
 from minifused.kernels.tile import Tile
@@ -55,6 +62,24 @@ def test_rows_of_a_bucket_share_a_schedule():
 def test_few_rows_are_spread_over_many_blocks(m, n, k):
     s = gemm_sm90_rule.ring_gemm_schedule(SM90, m, n, k, BF16)
     assert -(-m // s.block_m) * -(-n // s.block_n) >= 48
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "many"),
+    [
+        (8192, 2304, 768, True),
+        (1024, 50304, 1600, True),  # a head
+        (1 << 20, 768, 3072, True),
+        (4096, 768, 768, False),  # 1.5 rounds
+        (1024, 4096, 1024, False),  # 2 rounds, of which the ends count
+        (8192, 1600, 1600, False),  # tiles at the edge are half empty
+        (8192, 8192, 8192, False),  # so deep that the ends do not count
+    ],
+)
+def test_many_whole_rounds_go_to_groups_that_take_turns(m, n, k, many):
+    with schedule_table.rules_only():
+        chosen = gemm_sm90_rule.ring_gemm_schedule(SM90, m, n, k, BF16)
+    assert (chosen == gemm_sm90_rule.MANY_ROUNDS) == many
 
 
 @on_forms
