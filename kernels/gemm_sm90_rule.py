@@ -44,21 +44,25 @@ def _rule(m: int, n: int, k: int) -> RingGemmSchedule:
     best = min(FORMS, key=lambda form: clocks(form, rows, n, k))
     if k <= MANY_ROUNDS_DEPTH and _has_whole_rounds(MANY_ROUNDS, rows, n):
         best = MANY_ROUNDS
-    elif SMS // 2 < -(-rows // ONE_ROUND.block_m) * -(-n // ONE_ROUND.block_n) <= SMS:
+    elif SMS // 2 < _tiles(ONE_ROUND, rows, n) <= SMS:
         best = ONE_ROUND
     swizzle = 0 if rows * k * 2 <= L2_MATRIX else 16
     return replace(best, swizzle=best.swizzle or swizzle)
 
 
+def _tiles(s: RingGemmSchedule, m: int, n: int) -> int:
+    return -(-m // s.block_m) * -(-n // s.block_n)
+
+
 def _has_whole_rounds(s: RingGemmSchedule, m: int, n: int) -> bool:
     """Whether three rounds of tiles or more leave few SMs idle."""
-    rounds = -(-(-(-m // s.block_m) * -(-n // s.block_n)) // SMS)
+    rounds = -(-_tiles(s, m, n) // SMS)
     return rounds >= 3 and m * n >= WHOLE * rounds * SMS * s.block_m * s.block_n
 
 
 def clocks(s: RingGemmSchedule, m: int, n: int, k: int) -> float:
     """About how long a product takes."""
-    area, tiles = s.block_m * s.block_n, -(-m // s.block_m) * -(-n // s.block_n)
+    area, tiles = s.block_m * s.block_n, _tiles(s, m, n)
     rounds, steps = -(-tiles // SMS), -(-k // s.block_k)
     bandwidth = min(SM_BYTES, L2_BYTES / min(tiles, SMS))
     loads = (s.block_m + s.block_n) * s.block_k * 2 / bandwidth
