@@ -1,12 +1,16 @@
 """Attention with the kernel of sm_90: every recipe, lengths around its tiles, and repeats."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
-from helpers import int32, needs_sm90, normal, poisoned
+from helpers import int32, lower_once, needs_sm90, normal, poisoned
 from test_attention import check
 
 from minifused import ops
 from minifused.kernels import build, flash_attention, flash_attention_sm90, limits, schedule
+from minifused.kernels.flash_attend import STORED
 from minifused.kernels.tile import Tile
 
 SM90 = Tile("sm_90a")
@@ -22,6 +26,35 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=s
 def test_rules_break_no_limit(head_dim, causal, keys):
     chosen = schedule.flash_schedule(SM90, head_dim, "bfloat16", causal, keys)
     assert not limits.violation(SM90, "flash_attention_sm90", "bfloat16", chosen, head_dim)
+
+
+def test_where_blocks_take_several_pieces_of_work():
+    chosen = {rule: schedule.flash_schedule(SM90, rule[0], "bfloat16", *rule[1:]) for rule in RULES}
+    resident = {rule: s.resident for rule, s in chosen.items() if s.resident}
+    assert resident == {
+        (64, False, 1024): 264,  # two share an SM
+        **{(128, True, keys): 132 for keys in (256, 512, 1024)},
+        **{(128, False, keys): 132 for keys in KEYS},
+    }
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_outputs_go_to_memory_behind_barriers(head_dim):
+    """A resident block writes over an output only when TMA has read it, and all end so."""
+    for resident in (0, 132):
+        chosen = replace(schedule.flash_schedule(SM90, head_dim, "bfloat16", False, 1024),
+                         resident=resident)  # fmt: skip
+        static = 2, head_dim, False, False, False, 0.125, "bfloat16", chosen
+        source = lower_once(flash_attention_sm90.flash_attention_sm90_kernel, SM90, *static)[0]
+        computing = source[source.index("warpgroup_reg_alloc") : source.index("warpgroup_reg_dea")]
+        wait = r"tma_store_wait<0, true>\(\);"
+        barrier = rf"__sync_thread_partial\((\d+), {128 * chosen.consumers}\);"
+        waits = rf"{wait}\s*tl::{barrier}"
+        before, after = computing.split("tma_store_arrive")
+        assert re.findall(waits, before) == ([str(STORED)] if resident else [])
+        assert re.search(r"stmatrix|O_shared\) \+", re.split(waits, before)[-1])
+        assert re.findall(barrier, before)[-1] != str(STORED)  # that behind what was written
+        assert re.search(wait, after)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +121,7 @@ def test_the_longest(causal, head_dim):
 @needs_sm90
 def test_more_work_than_a_gpu_takes_at_once(causal, head_dim):
     """Blocks that go through several pieces, and groups of heads of which the last is short."""
+    check(normal("cuda", torch.bfloat16)(3, 900, 3, 23, head_dim), causal=causal)
     check(normal("cuda", torch.bfloat16)(3, 1100, 3, 23, head_dim), causal=causal)
     check(normal("cuda", torch.bfloat16)(1, 2200, 3, 19, head_dim), causal=causal)
 
