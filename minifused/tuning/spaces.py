@@ -206,8 +206,11 @@ def decode_attention(tile: Tile, dtype: str, w: DecodeWorkload) -> Iterator[RowS
 
 
 def row(tile: Tile, dtype: str, w: SoftmaxWorkload | LayerNormWorkload) -> Iterator[RowSchedule]:
-    """A row as one block of columns, or in pieces."""
+    """A row as one block of columns, or in pieces; where a warp has one, how many a block has."""
     whole = next_power_of_2(w.n)
+    if takes_row(tile, w.n):
+        yield from (RowSchedule(max(32, whole), threads) for threads in THREADS[:-1])
+        return
     if not tile.is_cuda:
         pieces = {n for n in (256, 1024, 4096, 8192) if n < whole}
         yield from (RowSchedule(n, 1) for n in sorted(pieces | {min(whole, 16384)}))
@@ -217,14 +220,6 @@ def row(tile: Tile, dtype: str, w: SoftmaxWorkload | LayerNormWorkload) -> Itera
     for n, threads in product(sorted(pieces | {max(32, min(whole, 32768))}), THREADS):
         if least <= n // threads <= most:
             yield RowSchedule(n, threads)
-
-
-def layer_norm(tile: Tile, dtype: str, w: LayerNormWorkload) -> Iterator[RowSchedule]:
-    if not takes_row(tile, w.n):
-        yield from row(tile, dtype, w)
-        return
-    for threads in THREADS[:-1]:  # a warp a row
-        yield RowSchedule(max(32, next_power_of_2(w.n)), threads)
 
 
 def vector_add(tile: Tile, dtype: str, w: VectorAddWorkload) -> Iterator[RowSchedule]:
