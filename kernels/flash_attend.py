@@ -1,4 +1,4 @@
-"""What the computing warpgroups of flash_attention_sm90 do with a block of queries."""
+"""What the computing warpgroups of flash_attention_sm90 do with blocks of keys, in turn."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,6 @@ from minifused.kernels.flash_steps import mask, row_maxima, scale_rows, weigh
 from minifused.kernels.schedule import FlashSchedule
 
 TURN = 8  # the first of the named barriers by which warpgroups take turns; the compiler's are below
-STORED = 1  # that of all of them, which the compiler leaves free: its own begin at 3
 WHOLE_ROWS = T.GemmWarpPolicy.FullRow
 
 
@@ -25,6 +24,8 @@ class Fragments:
     m: Any  # (block_m), as all below
     rescale: Any
     shift: Any
+    total: Any
+    q: Any  # (block_m, head_dim) in the dtype of the inputs, None if they are not held
 
 
 def take_turns(schedule: FlashSchedule) -> bool:
@@ -41,33 +42,56 @@ def first_turn(r: Rings, tx):
 
 
 @T.macro
-def _await_turn(r: Rings, tx):
+def await_turn(r: Rings, tx):
     if take_turns(r.schedule):
         T.sync_threads(TURN + tx // WARPGROUP, 2 * WARPGROUP)
 
 
 @T.macro
-def _pass_turn(r: Rings, tx):
+def pass_turn(r: Rings, tx):
     if take_turns(r.schedule):
         following = (tx // WARPGROUP + 1) % r.schedule.consumers
         T.named_barrier_arrive(TURN + following, 2 * WARPGROUP)
 
 
 @T.macro
-def _scores(r: Rings, f: Fragments, i):
-    T.wgmma_gemm(r.q, r.k[r.slot(i), :, :], f.s, transpose_B=True, policy=WHOLE_ROWS,
-                 clear_accum=True)  # fmt: skip
+def await_queries(r: Rings, f: Fragments, t):
+    r.wait_queries(t)
+    if r.schedule.held:
+        T.copy(r.queries(t), f.q)
+        r.release_queries(t)
 
 
 @T.macro
-def _begin(f: Fragments):
+def leave_queries(r: Rings, t):
+    if not r.schedule.held:
+        r.release_queries(t)
+
+
+def _queries(r: Rings, f: Fragments, t):
+    return f.q if r.schedule.held else r.queries(t)
+
+
+@T.macro
+def scores(r: Rings, f: Fragments, t, i):
+    T.wgmma_gemm(_queries(r, f, t), r.k[r.slot(i), :, :], f.s, transpose_B=True,
+                 policy=WHOLE_ROWS, clear_accum=True)  # fmt: skip
+
+
+@T.macro
+def forget_all(f: Fragments):
     T.clear(f.o)
+    forget(f)
+
+
+@T.macro
+def forget(f: Fragments):
     T.clear(f.l)
     T.fill(f.m, -T.infinity("float32"))
 
 
 @T.macro
-def _maxima(r: Rings, f: Fragments, block, visible, step):
+def maxima(r: Rings, f: Fragments, block, visible, step):
     """Of a block of scores; row i sees keys below visible + step * i."""
     key0 = block * r.schedule.block_n
     if key0 + r.schedule.block_n > visible:
@@ -76,70 +100,31 @@ def _maxima(r: Rings, f: Fragments, block, visible, step):
 
 
 @T.macro
-def _weights(f: Fragments, scale_log2):
+def weights(f: Fragments, scale_log2):
     weigh(f.s, f.m, f.l, f.rescale, f.shift, scale_log2)
 
 
 @T.macro
-def attend_in_turn(r: Rings, f: Fragments, tx, visible, step, scale_log2, begin, n):
-    """Scores, weights, output: other warpgroups compute while this one waits."""
-    _begin(f)
-    for kk in T.serial(n):
-        i = begin + kk
-        r.wait(r.k_full, i)
-        _scores(r, f, i)
-        T.wait_wgmma(0)
-        r.arrive(r.k_free, i)
-        _maxima(r, f, n - 1 - kk, visible, step)
-        _weights(f, scale_log2)
-        T.copy(f.s, f.p)
-        scale_rows(f.o, f.rescale)
-        r.wait(r.v_full, i)
-        T.wgmma_gemm(f.p, r.v[r.slot(i), :, :], f.o, policy=WHOLE_ROWS)
-        T.wait_wgmma(0)
-        r.arrive(r.v_free, i)
-    T.barrier_arrive(r.q_free)
+def values(r: Rings, f: Fragments, i):
+    T.wgmma_gemm(f.p, r.v[r.slot(i), :, :], f.o, policy=WHOLE_ROWS)
 
 
 @T.macro
-def attend_overlapped(r: Rings, f: Fragments, tx, visible, step, scale_log2, begin, n):
-    """The weights of a block are computed beside the product of the block before with its values.
-
-    o is rescaled between the two products, beside the first.
-    """
-    _begin(f)
-    r.wait(r.k_full, begin)
-    _await_turn(r, tx)
-    _scores(r, f, begin)
-    _pass_turn(r, tx)
-    T.wait_wgmma(0)
-    r.arrive(r.k_free, begin)
-    _maxima(r, f, n - 1, visible, step)
-    _weights(f, scale_log2)
-    T.copy(f.s, f.p)
-    r.wait(r.v_full, begin)
-    for kk in T.serial(n - 1):
+def attend_in_turn(r: Rings, f: Fragments, tx, visible, step, scale_log2, t, begin, n):
+    """Scores, weights, output: other warpgroups compute while this one waits."""
+    forget_all(f)
+    for kk in T.serial(n):
         i = begin + kk
-        r.wait(r.k_full, i + 1)
-        _await_turn(r, tx)
-        _scores(r, f, i + 1)
+        r.wait(r.k_full, i)
+        scores(r, f, t, i)
+        T.wait_wgmma(0)
+        r.arrive(r.k_free, i)
+        maxima(r, f, n - 1 - kk, visible, step)
+        weights(f, scale_log2)
+        T.copy(f.s, f.p)
         scale_rows(f.o, f.rescale)
-        T.wgmma_gemm(f.p, r.v[r.slot(i), :, :], f.o, policy=WHOLE_ROWS)
-        _pass_turn(r, tx)
-        T.wait_wgmma(1)
-        r.arrive(r.k_free, i + 1)
-        _maxima(r, f, n - 2 - kk, visible, step)
-        # Waiting for a barrier is a branch, above which ptxas moves no wait for the product.
-        if r.schedule.pin:
-            r.wait(r.v_full, i + 1)
-        _weights(f, scale_log2)
+        r.wait(r.v_full, i)
+        values(r, f, i)
         T.wait_wgmma(0)
         r.arrive(r.v_free, i)
-        if not r.schedule.pin:
-            r.wait(r.v_full, i + 1)
-        T.copy(f.s, f.p)
-    T.barrier_arrive(r.q_free)
-    scale_rows(f.o, f.rescale)
-    T.wgmma_gemm(f.p, r.v[r.slot(begin + n - 1), :, :], f.o, policy=WHOLE_ROWS)
-    T.wait_wgmma(0)
-    r.arrive(r.v_free, begin + n - 1)
+    leave_queries(r, t)

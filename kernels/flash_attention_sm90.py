@@ -4,28 +4,28 @@ As in FlashAttention-3 (Shah et al., arXiv 2407.08608) the loads go ahead throug
 memory, a barrier each way a slot, and products are asynchronous. Either a warpgroup computes the
 weights of one block of keys beside the product of the block before with its values (`overlap`), or
 it takes turns with others on the same SM. Blocks of keys go backwards: those that need a mask are
-the first.
+the first. Where a thread block takes several blocks of queries they may be `joined`: the first
+weights of one are computed beside the last product of the one before.
 """
 
 import math
 
 import tilelang.language as T
+from tilelang.layout import make_swizzled_layout
 
-from minifused.kernels.flash_attend import (
-    STORED,
-    Fragments,
-    attend_in_turn,
-    attend_overlapped,
-    first_turn,
-)
-from minifused.kernels.flash_rings import WARPGROUP, Rings, find, load_blocks
-from minifused.kernels.flash_steps import LANES, finish
+from minifused.kernels.flash_attend import Fragments, first_turn
+from minifused.kernels.flash_pieces import joined, one_by_one
+from minifused.kernels.flash_rings import WARPGROUP, Rings, load_pieces
+from minifused.kernels.flash_steps import LANES
+from minifused.kernels.flash_work import Pieces
 from minifused.kernels.limits import PRODUCER_REGISTERS
 from minifused.kernels.row_lanes import FAST_MATH
 from minifused.kernels.schedule import FlashSchedule
 from minifused.kernels.tile import Tile
 
 HEAD_DIMS = (64, 128)
+# The compiler's own would have all that compute meet where each warp stores its rows.
+OWN_BARRIERS = {"tl.disable_thread_storage_sync": True}
 
 
 def takes(tile: Tile, head_dim: int, dtype: str) -> bool:
@@ -43,9 +43,9 @@ def flash_attention_sm90_kernel(
     slots, k_slot, v_slot = (3, 1, 2) if packed else (1, 0, 0)
     batch, q_len, k_len = T.dynamic("batch"), T.dynamic("q_len"), T.dynamic("k_len")
     sizes = batch, heads, q_len, k_len
-    pieces = T.ceildiv(q_len, block_m) * heads * batch
-    grid = T.min(schedule.resident, pieces) if schedule.resident else pieces
-    attend = attend_overlapped if schedule.overlap else attend_in_turn
+    all_pieces = T.ceildiv(q_len, block_m) * heads * batch
+    grid = T.min(schedule.resident, all_pieces) if schedule.resident else all_pieces
+    compute = joined if schedule.joined and schedule.overlap else one_by_one
     scale_log2 = scale * math.log2(math.e)
 
     @T.prim_func
@@ -59,14 +59,19 @@ def flash_attention_sm90_kernel(
     ):
         with T.Kernel(grid, threads=consumers + WARPGROUP) as bx:
             T.annotate_compile_flags(FAST_MATH)
+            if schedule.joined:
+                T.annotate_pass_configs(OWN_BARRIERS)
             if schedule.min_blocks:
                 T.annotate_min_blocks_per_sm(schedule.min_blocks)
-            Q_shared = T.alloc_shared(queries, dtype)
+            Q_shared = T.alloc_shared((2, *queries) if schedule.q_slots > 1 else queries, dtype)
             # The next queries may come while this output is on its way, if there are any.
             O_shared = T.alloc_shared(queries, dtype) if schedule.resident else Q_shared
+            if schedule.held:  # no tensor core reads them there, which would want this layout
+                T.annotate_layout({Q_shared: make_swizzled_layout(Q_shared)})
             K_ring = T.alloc_shared((stages, block_n, head_dim), dtype)
             V_ring = T.alloc_shared((stages, block_n, head_dim), dtype)
-            q_full, q_free = T.alloc_barrier(WARPGROUP), T.alloc_barrier(consumers)
+            q_full = T.alloc_barrier([WARPGROUP] * schedule.q_slots)
+            q_free = T.alloc_barrier([consumers] * schedule.q_slots)
             k_full, k_free = T.alloc_barrier(full), T.alloc_barrier(free)
             v_full, v_free = T.alloc_barrier(full), T.alloc_barrier(free)
             s = T.alloc_fragment((block_m, block_n), "float32")
@@ -76,44 +81,23 @@ def flash_attention_sm90_kernel(
             m = T.alloc_fragment((block_m,), "float32")
             rescale = T.alloc_fragment((block_m,), "float32")
             shift = T.alloc_fragment((block_m,), "float32")
+            total = T.alloc_fragment((block_m,), "float32")
+            q = T.alloc_fragment(queries, dtype) if schedule.held else None
             r = Rings(schedule, Q_shared, K_ring, V_ring, q_full, q_free, k_full, k_free, v_full,
                       v_free)  # fmt: skip
-            f = Fragments(s, p, o, l, m, rescale, shift)
-            work = T.alloc_local((6,), "int32")
-            done = T.alloc_local((1,), "int32")  # steps of the pieces before this one
-            lengths = (q_lengths, kv_lengths) if ragged else (None, None)
+            f = Fragments(s, p, o, l, m, rescale, shift, total, q)
             tx = T.get_thread_binding()
             tile.pdl_trigger()
             tile.pdl_sync()
-            trips = T.truncdiv(pieces - bx + grid - 1, grid) if schedule.resident else 1
-            done[0] = 0
+            count = T.truncdiv(all_pieces - bx + grid - 1, grid) if schedule.resident else 1
+            lengths = (q_lengths, kv_lengths) if ragged else (None, None)
+            pieces = Pieces(schedule, causal, sizes, lengths, bx, grid, count)
             if tx < consumers:
                 T.set_max_nreg(schedule.consumer_registers, 1)
                 first_turn(r, tx)
-                for t in T.serial(trips):
-                    find(work, bx + t * grid, schedule, causal, sizes, *lengths)
-                    begin = done[0] if schedule.resident else 0
-                    T.barrier_wait(q_full, t % 2)
-                    attend(r, f, tx, work[5], int(causal), scale_log2, begin, work[4])
-                    finish(o, l, rescale, shift, work[3])
-                    if schedule.resident:
-                        # The output before this one has gone to memory beside the products.
-                        T.tma_store_wait(0)
-                        T.sync_threads(STORED, consumers)
-                    T.copy(o, O_shared)
-                    T.tma_copy(O_shared, O[work[0], work[2] : work[2] + block_m, work[1], :])
-                    done[0] += work[4]
-                T.tma_store_wait(0)
+                compute(r, f, tx, pieces, scale_log2, O_shared, O)
             else:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
-                for t in T.serial(trips):
-                    find(work, bx + t * grid, schedule, causal, sizes, *lengths)
-                    begin = done[0] if schedule.resident else 0
-                    T.barrier_wait(q_free, t % 2 ^ 1)
-                    rows = Q[work[0], work[2] : work[2] + block_m, 0, work[1], :]
-                    T.tma_copy(rows, Q_shared, barrier=q_full)
-                    T.barrier_arrive(q_full)
-                    load_blocks(r, K, V, work[0], work[1], k_slot, v_slot, begin, work[4])
-                    done[0] += work[4]
+                load_pieces(r, Q, K, V, pieces, k_slot, v_slot)
 
     return flash_attention_sm90

@@ -1,10 +1,11 @@
-"""What flash_attention_sm90 loads: which queries are whose, and the way to shared memory."""
+"""What flash_attention_sm90 loads, and its way to shared memory."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 
+from minifused.kernels.flash_work import Pieces, find
 from minifused.kernels.schedule import FlashSchedule
 
 WARPGROUP = 128
@@ -15,15 +16,28 @@ class Rings:
     """Tiles in shared memory, and barriers: `full` of what is loaded, `free` of what was read."""
 
     schedule: FlashSchedule
-    q: Any  # (block_m, head_dim)
+    q: Any  # (q_slots, block_m, head_dim), or without the first if it is 1
     k: Any  # (num_stages, block_n, head_dim), as v
     v: Any
-    q_full: Any
+    q_full: Any  # (q_slots,)
     q_free: Any
-    k_full: Any
+    k_full: Any  # (num_stages,), as all below
     k_free: Any
     v_full: Any
     v_free: Any
+
+    def queries(self, t):
+        """Those of a block's t-th piece of work."""
+        slots = self.schedule.q_slots
+        return self.q if slots == 1 else self.q[T.truncmod(t, slots), :, :]
+
+    def wait_queries(self, t):
+        slots = self.schedule.q_slots
+        turn = T.truncmod(T.truncdiv(t, slots), 2)
+        return T.barrier_wait(self.q_full[T.truncmod(t, slots)], turn)
+
+    def release_queries(self, t):
+        return T.barrier_arrive(self.q_free[T.truncmod(t, self.schedule.q_slots)])
 
     def slot(self, i):
         return T.truncmod(i, self.schedule.num_stages)
@@ -43,42 +57,28 @@ class Rings:
         return T.barrier_arrive(barriers[self.slot(i)])
 
 
-def place(index, blocks, heads_in_all, together, last_first):
-    """Of the index-th piece of work: which head of the batch, and which block of its queries.
-
-    `together` heads go through their blocks side by side, so that their keys and values stay in
-    L2. `last_first`: with a causal mask the last block is the longest, and has to begin early.
-    """
-    if together == 1:
-        head, block = T.truncdiv(index, blocks), T.truncmod(index, blocks)
-    else:
-        first = T.truncdiv(index, together * blocks) * together
-        rest, width = index - first * blocks, T.min(together, heads_in_all - first)
-        head, block = first + T.truncmod(rest, width), T.truncdiv(rest, width)
-    return head, blocks - 1 - block if last_first else block
+@T.macro
+def load_queries(r: Rings, Q, work, t):
+    first, slot = work[2], T.truncmod(t, r.schedule.q_slots)
+    turn = T.truncmod(T.truncdiv(t, r.schedule.q_slots), 2)
+    T.barrier_wait(r.q_free[slot], turn ^ 1)
+    T.tma_copy(Q[work[0], first : first + r.schedule.block_m, 0, work[1], :], r.queries(t),
+               barrier=r.q_full[slot])  # fmt: skip
+    T.barrier_arrive(r.q_full[slot])
 
 
 @T.macro
-def find(work, index, schedule: FlashSchedule, causal, sizes, q_lengths, kv_lengths):
-    """Fill in the index-th piece of work; sizes are (batch, heads, q_len, k_len).
-
-    work: its batch row, head, first query, how many queries and steps, and how many keys the first
-    query sees. It lies in registers since TileLang would repeat an expression at each use.
-    """
-    batch, heads, q_len, k_len = sizes
-    block_m, block_n = schedule.block_m, schedule.block_n
-    blocks = T.ceildiv(q_len, block_m)
-    head, block = place(index, blocks, heads * batch, schedule.heads_together, causal)
-    work[0], work[1] = T.truncdiv(head, heads), T.truncmod(head, heads)
-    work[2] = block * block_m
-    work[3] = (T.min(q_lengths[work[0]], q_len) if q_lengths is not None else q_len) - work[2]
-    keys = T.min(kv_lengths[work[0]], k_len) if kv_lengths is not None else k_len
-    work[5] = keys - work[3] + 1 if causal else keys
-    end = T.min(keys, work[5] + block_m - 1) if causal else keys
-    if q_lengths is not None:
-        end = T.if_then_else(work[3] > 0, end, 0)
-    # At least one block, masked or not, so that no barrier waits for a load never made.
-    work[4] = T.truncdiv(T.max(end, 1) + block_n - 1, block_n)
+def load_pieces(r: Rings, Q, K, V, pieces: Pieces, k_slot, v_slot):
+    """All that a thread block's pieces of work want, in the order in which they want it."""
+    work = T.alloc_local((6,), "int32")
+    done = T.alloc_local((1,), "int32")  # steps of the pieces before this one
+    done[0] = 0
+    for t in T.serial(pieces.count):
+        find(work, pieces, t)
+        begin = done[0] if r.schedule.resident else 0
+        load_queries(r, Q, work, t)
+        load_blocks(r, K, V, work[0], work[1], k_slot, v_slot, begin, work[4])
+        done[0] += work[4]
 
 
 @T.macro

@@ -51,9 +51,13 @@ def scale_rows(o, factor):
 
 
 @T.macro
-def finish(o, l, total, inverse, rows):
-    """o / sum of l, of the first `rows` rows; 0 in the others and in those that saw no key."""
+def sum_rows(l, total):
     T.reduce_sum(l, total, dim=1)
+
+
+@T.macro
+def divide(o, total, inverse, rows):
+    """o / total, of the first `rows` rows; 0 in the others and in those that saw no key."""
     for i in T.Parallel(total.shape[0]):
         inverse[i] = 1.0 / total[i]
     for i, j in T.Parallel(o.shape[0], o.shape[1]):

@@ -138,8 +138,8 @@ def _attention_bytes(tile: Tile, dtype: str, s: AttentionSchedule, head_dim: int
 
 
 def _flash_bytes(item: int, s: FlashSchedule, head_dim: int) -> int:
-    queries = 2 * s.block_m if s.resident else s.block_m
-    return item * head_dim * (queries + 2 * s.num_stages * s.block_n)
+    rows = s.block_m * (s.q_slots + bool(s.resident))  # of queries, and of what goes to memory
+    return item * head_dim * (rows + 2 * s.num_stages * s.block_n)
 
 
 def launch_registers(s: FlashSchedule | RingGemmSchedule) -> int:
@@ -241,8 +241,9 @@ def _accumulators(tile: Tile, kernel: str, dtype: str, s: Any, head_dim: int) ->
         elements = s.block_m * s.block_n
     elif kernel == "flash_attention":
         elements = s.block_m * (s.block_n + padded_head(tile, dtype, head_dim))
-    elif kernel == "flash_attention_sm90":  # scores, output and, two to a register, weights
-        return s.block_m * (s.block_n + head_dim + s.block_n // 2) // (128 * s.consumers)
+    elif kernel == "flash_attention_sm90":  # scores, output and, two to a register, the others
+        halves = s.block_n + (head_dim if s.held else 0)  # weights, and queries
+        return s.block_m * (s.block_n + head_dim + halves // 2) // (128 * s.consumers)
     elif kernel == "skinny_gemm":
         elements = s.block_m * s.block_n * s.block_k
     else:
@@ -326,6 +327,8 @@ def _flash_warps(s: FlashSchedule) -> Iterator[str]:
     if s.block_m % (64 * s.consumers) or s.block_n % 16 or s.block_n > 256:
         yield "each warpgroup needs whole tiles of 64 rows, and keys by 16, up to 256"
     yield from _handed_over(s, s.consumer_registers)
+    if s.joined and not (s.resident and s.block_m == 64 * s.consumers):
+        yield "only resident blocks of 64 rows a warpgroup join their pieces of work"
     if s.consumer_registers % 8 or not 24 <= s.consumer_registers <= 256:
         yield "registers of a thread are multiples of 8 from 24 to 256"
 

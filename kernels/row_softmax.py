@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minifused.kernels import buckets
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
+from minifused.kernels.layer_norm_warps import takes_row
 from minifused.kernels.row_lanes import softmax_exp, vector_width
 from minifused.kernels.row_softmax_split import (
     MIN_SPLIT,
@@ -22,6 +23,7 @@ from minifused.kernels.row_softmax_split import (
     is_split,
     split_schedule,
 )
+from minifused.kernels.row_softmax_warps import softmax_warps_kernel
 from minifused.kernels.row_softmax_wide import wide_schedule, wide_softmax_kernel
 from minifused.kernels.schedule import RowSchedule, row_schedule, tuned
 from minifused.kernels.tile import Tile
@@ -38,6 +40,8 @@ def row_softmax_kernel(
     Columns from `valid` on are 0. As in torch.softmax, a row of -inf gives NaN, and so does a row
     that holds NaN or +inf.
     """
+    if takes_row(tile, n):
+        return softmax_warps_kernel(tile, n, valid, dtype, out_dtype, schedule)
     block_n = schedule.block_n
     wide = valid > min(block_n, MAX_COLUMNS_IN_REGISTERS)
     if tile.is_cuda and wide and vector_width(dtype, out_dtype, schedule):
@@ -89,6 +93,8 @@ def row_softmax_schedule(tile: Tile, m: int, n: int, dtype: str) -> RowSchedule:
     """The schedule of one block a row."""
     in_pieces = tile.is_cuda and n > MAX_COLUMNS_IN_REGISTERS
     rule = wide_schedule(dtype) if in_pieces else row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
+    if takes_row(tile, n):
+        rule = RowSchedule(rule.block_n, 128)  # four rows
     return tuned(tile, "row_softmax", buckets.row(m, n), dtype, rule)
 
 

@@ -96,6 +96,13 @@ class FlashSchedule:
     resident: int = 0  # thread blocks that take one piece of work after another, 0: one each
     overlap: bool = False  # a softmax beside the product of the block of keys before
     pin: bool = False  # ptxas may not end an overlap before the weights
+    pin_weights: bool = False  # nor after the first of them
+    joined: bool = False  # a resident block begins a piece of work beside the end of another
+    held: bool = False  # queries lie in registers
+
+    @property
+    def q_slots(self) -> int:
+        return 2 if self.joined and not self.held else 1
 
     @property
     def num_threads(self) -> int:

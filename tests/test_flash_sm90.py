@@ -19,6 +19,24 @@ RULES = [(dim, causal, keys) for dim in (64, 128) for causal in (True, False) fo
 LENGTHS = (1, 63, 64, 65, 127, 129, 193, 1000, 1024, 1025, 1537, 2049, 4096)
 HEADS = pytest.mark.parametrize("head_dim", [64, 128])
 MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+# Blocks that join their pieces of work: five, so that each has several, of heads side by side.
+SIDE_BY_SIDE = {"heads_together": 3, "resident": 5, "joined": True}
+FORMS = {
+    "two warpgroups": schedule.FlashSchedule(128, 128, 2, 2, 240, overlap=True, **SIDE_BY_SIDE),
+    "pinned": schedule.FlashSchedule(
+        128, 128, 2, 2, 240, overlap=True, pin_weights=True, **SIDE_BY_SIDE
+    ),
+    "held": schedule.FlashSchedule(
+        128, 128, 2, 2, 240, overlap=True, pin=True, held=True, **SIDE_BY_SIDE
+    ),
+    "three warpgroups": schedule.FlashSchedule(192, 128, 2, 3, 160, overlap=True, **SIDE_BY_SIDE),
+    "in turn": schedule.FlashSchedule(128, 64, 2, 2, 104, 2, **SIDE_BY_SIDE),
+}
+WIDE = ("two warpgroups", "pinned", "held")  # those with room for heads of 128
+FORM_CASES = [(form, 64) for form in FORMS] + [(form, 128) for form in WIDE]
+on_each_form = pytest.mark.parametrize(
+    ("form", "head_dim"), FORM_CASES, ids=[f"{form}-{dim}" for form, dim in FORM_CASES]
+)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
@@ -65,6 +83,8 @@ def test_outputs_go_to_memory_behind_barriers(head_dim):
         ({"num_stages": 4}, "shared memory"),
         ({"block_m": 64}, "64 rows"),
         ({"min_blocks": 2}, "do not fit on an SM"),
+        ({"joined": True}, "only resident blocks"),
+        ({"joined": True, "resident": 132, "block_m": 256}, "64 rows a warpgroup"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -73,6 +93,12 @@ def test_schedules_that_cannot_work_are_refused(changed, reason):
     refused = schedule.from_fields(schedule.FlashSchedule, values)
     violations = limits._on_cuda(SM90, "flash_attention_sm90", "bfloat16", refused, 128)
     assert any(reason in violation for violation in violations)
+
+
+@on_each_form
+def test_forms_break_no_limit(form, head_dim):
+    chosen = FORMS[form]
+    assert not limits.violation(SM90, "flash_attention_sm90", "bfloat16", chosen, head_dim)
 
 
 def test_switches_of_a_table_are_true_or_false():
@@ -172,6 +198,77 @@ def test_repeats_are_equal_bit_for_bit(length, causal, head_dim):
     first = ops.attention(qkv, causal=causal)
     assert first.any()
     for _ in range(200):
+        out = poisoned(*first.shape, device="cuda", dtype=torch.bfloat16)
+        ops.attention(qkv, causal=causal, out=out)
+        assert torch.equal(out, first)
+
+
+@pytest.fixture
+def chosen_form(form, monkeypatch):
+    """All schedules are of a form while a test runs."""
+    monkeypatch.setattr(flash_attention, "flash_schedule", lambda *_: FORMS[form])
+    flash_attention._select.cache_clear()
+    yield
+    flash_attention._select.cache_clear()
+
+
+@pytest.mark.parametrize("length", [1, 63, 65, 512, 1537])
+@MASKS
+@on_each_form
+@needs_sm90
+@pytest.mark.usefixtures("chosen_form")
+def test_forms_at_all_lengths(length, causal, head_dim):
+    check(normal("cuda", torch.bfloat16)(3, length, 3, 5, head_dim), causal=causal)
+
+
+@pytest.mark.parametrize("lengths", [(63, 2100), (700, 65), (1025, 300)], ids=str)
+@MASKS
+@on_each_form
+@needs_sm90
+@pytest.mark.usefixtures("chosen_form")
+def test_forms_of_other_numbers_of_queries_than_keys(lengths, causal, head_dim):
+    draw, (q_len, k_len) = normal("cuda", torch.float16), lengths
+    k, v = draw(3, k_len, 5, head_dim), draw(3, k_len, 5, head_dim)
+    check(draw(3, q_len, 5, head_dim), k, v, causal)
+
+
+@MASKS
+@on_each_form
+@needs_sm90
+@pytest.mark.usefixtures("chosen_form")
+def test_forms_of_ragged_batches(causal, head_dim):
+    """A piece of work may end before it begins, or have one block of keys."""
+    draw = normal("cuda", torch.bfloat16)
+    q, k, v = (draw(5, n, 3, head_dim) for n in (400, 900, 900))
+    lengths = (0, 1, 65, 400, 1 << 30), (0, 900, 64, 130, 1 << 30)
+    q_lengths, kv_lengths = (int32(*row, device="cuda") for row in lengths)
+    out = check(q, k, v, causal, None, q_lengths, kv_lengths)
+    for row, (queries, keys) in enumerate(zip(*lengths, strict=True)):
+        q[row, queries:], k[row, keys:], v[row, keys:] = 3e4, 3e4, 3e4
+    assert torch.equal(ops.attention(q, k, v, causal, None, q_lengths, kv_lengths), out)
+
+
+@MASKS
+@on_each_form
+@needs_sm90
+@pytest.mark.usefixtures("chosen_form")
+def test_a_piece_of_work_leaves_nothing_to_the_next(causal, head_dim):
+    """Heads of infinite values change no other head, whichever pieces a block has."""
+    qkv = normal("cuda", torch.bfloat16)(2, 700, 3, 6, head_dim)
+    clean = ops.attention(qkv, causal=causal)
+    qkv[:, :, :, ::2] = torch.inf
+    assert torch.equal(ops.attention(qkv, causal=causal)[:, :, 1::2], clean[:, :, 1::2])
+
+
+@MASKS
+@on_each_form
+@needs_sm90
+@pytest.mark.usefixtures("chosen_form")
+def test_forms_repeat_bit_for_bit(causal, head_dim):
+    qkv = normal("cuda", torch.bfloat16)(4, 1024, 3, 12, head_dim)
+    first = ops.attention(qkv, causal=causal)
+    assert first.any()
+    for _ in range(100):
         out = poisoned(*first.shape, device="cuda", dtype=torch.bfloat16)
         ops.attention(qkv, causal=causal, out=out)
         assert torch.equal(out, first)

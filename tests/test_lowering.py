@@ -53,6 +53,14 @@ def flash(tile, dtype, head_dim=64, causal=True, keys=1024):
     return flash_attention_sm90_kernel, tile, *static, chosen
 
 
+def flash_joined(tile, dtype, head_dim=64, held=False):
+    chosen = schedule.FlashSchedule(
+        128, 128, 2, 2, 240, resident=132, overlap=True, pin=True, joined=True, held=held
+    )
+    static = 12, head_dim, False, False, True, head_dim**-0.5, dtype
+    return flash_attention_sm90_kernel, tile, *static, chosen
+
+
 def decode(tile, dtype, head_dim=64):
     chosen = schedule.decode_attention_schedule(tile, head_dim, dtype)
     return decode_attention_kernel, tile, 12, head_dim, True, head_dim**-0.5, dtype, chosen
@@ -221,6 +229,27 @@ def test_attention_of_sm90_is_warp_specialised(head_dim, causal, keys, registers
              if not re.search(r"< \d+$", loop)]  # fmt: skip
     assert len(loops) == (4 if chosen.resident else 2)
     assert ("wait_wgmma<1>" in source) == chosen.overlap
+
+
+@pytest.mark.parametrize(("head_dim", "held"), [(64, False), (128, False), (128, True)])
+def test_joined_pieces_of_attention_wait_for_no_other_warp(head_dim, held):
+    sizes = {"head_dim": head_dim, "held": held}
+    source, shared = lowered(flash_joined, "sm_90a", BF16, **sizes)
+    chosen = flash_joined(Tile("sm_90a"), BF16, **sizes)[-1]
+    assert shared == shared_memory(Tile("sm_90a"), "flash_attention_sm90", BF16, chosen, head_dim)
+    # But for turns at the tensor cores: of the first scores, of each step, and of a new piece.
+    named = re.findall(r"__sync_thread_partial\((.*)\);", source)
+    assert len(named) == 3 and all("threadIdx.x) >> 7) + 8), 256" in turn for turn in named)
+    assert source.count("__syncthreads") == 1  # of the barriers' first state
+    # A warp's rows are in shared memory, for TMA to see, before one of its lanes stores them.
+    end = source.index("stmatrix")
+    order = ["fence_proxy_async", "__syncwarp", "tl_shuffle_elect<32>", "tma_store(O_desc"]
+    places = [source.index(word, end) for word in order]
+    assert places == sorted(places)
+    assert source.rindex("tma_store_wait", 0, end) < source.rindex("__syncwarp", 0, end)
+    # Scores: the first, of a step, of a new piece. Their products: the last two, and the very last.
+    assert (source.count("wgmma_ss<"), source.count("wgmma_rs<")) == ((0, 6) if held else (3, 3))
+    assert "ldmatrix" in source if held else "ldmatrix" not in source
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,9 @@ from minifused.metrics import measure_elementwise
 WIDTHS = {
     "one_column": 1,
     "odd": 7,
-    "one_block": 1000,
+    "one_block": 1000,  # on a GPU a warp has the row, as in the next two
+    "a_vector": 8,
+    "whole_warps": 2048,
     "vocabulary": 50257,
     "blocks_without_tail": 131072,
 }
@@ -63,7 +65,7 @@ def test_softmax_of_a_constant_row(n, device, dtype):
         assert (out.double().sum(-1) - 1).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(("n", "valid"), [(7, 3), (50304, 50257)], ids=str)
+@pytest.mark.parametrize(("n", "valid"), [(7, 3), (1008, 999), (50304, 50257)], ids=str)
 @on_each_dtype
 def test_softmax_of_padded_rows(n, valid, device, dtype):
     x = normal(device, dtype)(3, n)

@@ -193,6 +193,20 @@ def flash_attention_sm90(tile: Tile, dtype: str, w: AttentionWorkload) -> Iterat
             yield replace(base, heads_together=heads)
         if not w.causal:
             yield replace(base, resident=SMS)
+    for base, heads in product(_joined(), (16, 128) if w.causal else (1,)):
+        yield replace(base, heads_together=heads)
+
+
+def _joined() -> Iterator[FlashSchedule]:
+    """Resident blocks that begin a piece of work beside the end of another."""
+    wide = FlashSchedule(128, 128, 2, 2, 240, resident=SMS, overlap=True, joined=True)
+    high = replace(wide, block_m=192, consumers=3, consumer_registers=160)
+    for base in (wide, high):
+        yield from (base, replace(base, pin=True), replace(base, pin_weights=True))
+    yield replace(wide, num_stages=3, pin_weights=True)
+    yield replace(wide, block_n=176, pin_weights=True)
+    yield replace(wide, pin=True, held=True)
+    yield FlashSchedule(128, 64, 2, 2, 104, 2, resident=2 * SMS, joined=True)
 
 
 def decode_attention(tile: Tile, dtype: str, w: DecodeWorkload) -> Iterator[RowSchedule]:
@@ -206,8 +220,11 @@ def decode_attention(tile: Tile, dtype: str, w: DecodeWorkload) -> Iterator[RowS
 
 
 def row(tile: Tile, dtype: str, w: SoftmaxWorkload | LayerNormWorkload) -> Iterator[RowSchedule]:
-    """A row as one block of columns, or in pieces."""
+    """A row as one block of columns, or in pieces; where a warp has one, how many a block has."""
     whole = next_power_of_2(w.n)
+    if takes_row(tile, w.n):
+        yield from (RowSchedule(max(32, whole), threads) for threads in THREADS[:-1])
+        return
     if not tile.is_cuda:
         pieces = {n for n in (256, 1024, 4096, 8192) if n < whole}
         yield from (RowSchedule(n, 1) for n in sorted(pieces | {min(whole, 16384)}))
@@ -217,14 +234,6 @@ def row(tile: Tile, dtype: str, w: SoftmaxWorkload | LayerNormWorkload) -> Itera
     for n, threads in product(sorted(pieces | {max(32, min(whole, 32768))}), THREADS):
         if least <= n // threads <= most:
             yield RowSchedule(n, threads)
-
-
-def layer_norm(tile: Tile, dtype: str, w: LayerNormWorkload) -> Iterator[RowSchedule]:
-    if not takes_row(tile, w.n):
-        yield from row(tile, dtype, w)
-        return
-    for threads in THREADS[:-1]:  # a warp a row
-        yield RowSchedule(max(32, next_power_of_2(w.n)), threads)
 
 
 def vector_add(tile: Tile, dtype: str, w: VectorAddWorkload) -> Iterator[RowSchedule]:

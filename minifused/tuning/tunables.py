@@ -248,7 +248,7 @@ TUNABLES = {
             _softmax_arguments, _row_blocks, ("M", "N"), _softmax_rows,
         ),
         Tunable(
-            "layer_norm", "layer_norm", RECIPES["layer_norm"], spaces.layer_norm, _row_bucket,
+            "layer_norm", "layer_norm", RECIPES["layer_norm"], spaces.row, _row_bucket,
             _norm_arguments, _row_blocks, ("M", "N"), _norm_rows,
         ),
         Tunable(
