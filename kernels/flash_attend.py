@@ -110,16 +110,15 @@ def values(r: Rings, f: Fragments, i):
 
 
 @T.macro
-def attend_in_turn(r: Rings, f: Fragments, tx, visible, step, scale_log2, t, begin, n):
+def attend_in_turn(r: Rings, f: Fragments, tx, visible, step, scale_log2, n):
     """Scores, weights, output: other warpgroups compute while this one waits."""
     forget_all(f)
-    for kk in T.serial(n):
-        i = begin + kk
+    for i in T.serial(n):
         r.wait(r.k_full, i)
-        scores(r, f, t, i)
+        scores(r, f, 0, i)
         T.wait_wgmma(0)
         r.arrive(r.k_free, i)
-        maxima(r, f, n - 1 - kk, visible, step)
+        maxima(r, f, n - 1 - i, visible, step)
         weights(f, scale_log2)
         T.copy(f.s, f.p)
         scale_rows(f.o, f.rescale)
@@ -127,4 +126,4 @@ def attend_in_turn(r: Rings, f: Fragments, tx, visible, step, scale_log2, t, beg
         values(r, f, i)
         T.wait_wgmma(0)
         r.arrive(r.v_free, i)
-    leave_queries(r, t)
+    leave_queries(r, 0)

@@ -4,8 +4,8 @@ As in FlashAttention-3 (Shah et al., arXiv 2407.08608) the loads go ahead throug
 memory, a barrier each way a slot, and products are asynchronous. Either a warpgroup computes the
 weights of one block of keys beside the product of the block before with its values (`overlap`), or
 it takes turns with others on the same SM. Blocks of keys go backwards: those that need a mask are
-the first. Where a thread block takes several blocks of queries they may be `joined`: the first
-weights of one are computed beside the last product of the one before.
+the first. Where a thread block takes several blocks of queries, the first weights of one are
+computed beside the last product of the one before.
 """
 
 import math
@@ -14,7 +14,7 @@ import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 from minifused.kernels.flash_attend import Fragments, first_turn
-from minifused.kernels.flash_pieces import joined, one_by_one
+from minifused.kernels.flash_pieces import one_after_another, only_one
 from minifused.kernels.flash_rings import WARPGROUP, Rings, load_pieces
 from minifused.kernels.flash_steps import LANES
 from minifused.kernels.flash_work import Pieces
@@ -45,7 +45,7 @@ def flash_attention_sm90_kernel(
     sizes = batch, heads, q_len, k_len
     all_pieces = T.ceildiv(q_len, block_m) * heads * batch
     grid = T.min(schedule.resident, all_pieces) if schedule.resident else all_pieces
-    compute = joined if schedule.joined and schedule.overlap else one_by_one
+    compute = one_after_another if schedule.resident else only_one
     scale_log2 = scale * math.log2(math.e)
 
     @T.prim_func
@@ -59,7 +59,7 @@ def flash_attention_sm90_kernel(
     ):
         with T.Kernel(grid, threads=consumers + WARPGROUP) as bx:
             T.annotate_compile_flags(FAST_MATH)
-            if schedule.joined:
+            if schedule.resident:
                 T.annotate_pass_configs(OWN_BARRIERS)
             if schedule.min_blocks:
                 T.annotate_min_blocks_per_sm(schedule.min_blocks)

@@ -19,31 +19,31 @@ from minifused.kernels.flash_steps import scale_rows, sum_rows
 
 
 @T.macro
-def attend_overlapped(r: Rings, f: Fragments, tx, visible, step, scale_log2, t, begin, n):
+def attend_overlapped(r: Rings, f: Fragments, tx, visible, step, scale_log2, n):
     """The weights of a block are computed beside the product of the block before with its values.
 
     o is rescaled between the two products, beside the first.
     """
-    first_block(r, f, tx, visible, step, scale_log2, t, begin, n)
-    more_blocks(r, f, tx, visible, step, scale_log2, t, begin, n)
-    leave_queries(r, t)
-    last_values(r, f, begin + n - 1)
+    first_block(r, f, tx, visible, step, scale_log2, n)
+    more_blocks(r, f, tx, visible, step, scale_log2, 0, 0, n)
+    leave_queries(r, 0)
+    last_values(r, f, n - 1)
 
 
 @T.macro
-def first_block(r: Rings, f: Fragments, tx, visible, step, scale_log2, t, begin, n):
-    """Up to the weights, of a thread block's first piece of work, or of each by itself."""
+def first_block(r: Rings, f: Fragments, tx, visible, step, scale_log2, n):
+    """Up to the weights, of a thread block's first piece of work."""
     forget_all(f)
-    r.wait(r.k_full, begin)
+    r.wait(r.k_full, 0)
     await_turn(r, tx)
-    scores(r, f, t, begin)
+    scores(r, f, 0, 0)
     pass_turn(r, tx)
     T.wait_wgmma(0)
-    r.arrive(r.k_free, begin)
+    r.arrive(r.k_free, 0)
     maxima(r, f, n - 1, visible, step)
     weights(f, scale_log2)
     T.copy(f.s, f.p)
-    r.wait(r.v_full, begin)
+    r.wait(r.v_full, 0)
 
 
 @T.macro
@@ -95,14 +95,11 @@ def _products(r: Rings, f: Fragments, tx, t, i):
 def _weights_beside(r: Rings, f: Fragments, scale_log2, i):
     """Of the scores from the block of keys after the i-th, whose product goes on meanwhile."""
     # Waiting for a barrier is a branch, above which ptxas moves no wait for the product.
-    pin, pin_weights = r.schedule.pin, r.schedule.pin_weights
-    if pin and not pin_weights:
+    if r.schedule.pin:
         r.wait(r.v_full, i + 1)
     weights(f, scale_log2)
-    if pin_weights:
-        r.wait(r.v_full, i + 1)
     T.wait_wgmma(0)
     r.arrive(r.v_free, i)
-    if not pin and not pin_weights:
+    if not r.schedule.pin:
         r.wait(r.v_full, i + 1)
     T.copy(f.s, f.p)

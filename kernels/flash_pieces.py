@@ -15,50 +15,31 @@ from minifused.kernels.flash_overlap import (
     last_values,
     more_blocks,
 )
-from minifused.kernels.flash_rings import WARPGROUP, Rings
+from minifused.kernels.flash_rings import Rings
 from minifused.kernels.flash_steps import divide, sum_rows
 from minifused.kernels.flash_work import Pieces, find
 from minifused.kernels.limits import CHUNK
 
 WARP = 32
 WARP_ROWS = 16  # of a tile of a tensor core
-STORED = 1  # a named barrier of all that compute, free of the compiler's: its own begin at 3
 
 
 @T.macro
-def one_by_one(r: Rings, f: Fragments, tx, pieces: Pieces, scale_log2, O_shared, O):
-    schedule = r.schedule
-    attend = attend_overlapped if schedule.overlap else attend_in_turn
+def only_one(r: Rings, f: Fragments, tx, pieces: Pieces, scale_log2, O_shared, O):
+    attend = attend_overlapped if r.schedule.overlap else attend_in_turn
     work = T.alloc_local((6,), "int32")
-    done = T.alloc_local((1,), "int32")  # steps of the pieces before this one
-    done[0] = 0
-    for t in T.serial(pieces.count):
-        find(work, pieces, t)
-        begin = done[0] if schedule.resident else 0
-        await_queries(r, f, t)
-        attend(r, f, tx, work[5], int(pieces.causal), scale_log2, t, begin, work[4])
-        sum_rows(f.l, f.total)
-        divide(f.o, f.total, f.shift, work[3])
-        if schedule.joined:
-            _store_rows(r, f.o, tx, work, O_shared, O)
-        else:
-            _store_block(r, f.o, work, O_shared, O)
-        done[0] += work[4]
+    find(work, pieces, 0)
+    await_queries(r, f, 0)
+    attend(r, f, tx, work[5], int(pieces.causal), scale_log2, work[4])
+    sum_rows(f.l, f.total)
+    divide(f.o, f.total, f.shift, work[3])
+    T.copy(f.o, O_shared)
+    T.tma_copy(O_shared, O[work[0], work[2] : work[2] + r.schedule.block_m, work[1], :])
     T.tma_store_wait(0)
 
 
 @T.macro
-def _store_block(r: Rings, o, work, O_shared, O):
-    if r.schedule.resident:
-        # The output before this one has gone to memory beside the products.
-        T.tma_store_wait(0)
-        T.sync_threads(STORED, r.schedule.consumers * WARPGROUP)
-    T.copy(o, O_shared)
-    T.tma_copy(O_shared, O[work[0], work[2] : work[2] + r.schedule.block_m, work[1], :])
-
-
-@T.macro
-def joined(r: Rings, f: Fragments, tx, pieces: Pieces, scale_log2, O_shared, O):
+def one_after_another(r: Rings, f: Fragments, tx, pieces: Pieces, scale_log2, O_shared, O):
     """A warpgroup computes the first weights of a piece beside the last product of the one before.
 
     None waits for another but for its turn at the tensor cores.
@@ -69,7 +50,7 @@ def joined(r: Rings, f: Fragments, tx, pieces: Pieces, scale_log2, O_shared, O):
     done[0] = 0
     find(work, pieces, 0)
     await_queries(r, f, 0)
-    first_block(r, f, tx, work[5], step, scale_log2, 0, 0, work[4])
+    first_block(r, f, tx, work[5], step, scale_log2, work[4])
     for t in T.serial(pieces.count):
         more_blocks(r, f, tx, work[5], step, scale_log2, t, done[0], work[4])
         leave_queries(r, t)

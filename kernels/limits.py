@@ -327,8 +327,8 @@ def _flash_warps(s: FlashSchedule) -> Iterator[str]:
     if s.block_m % (64 * s.consumers) or s.block_n % 16 or s.block_n > 256:
         yield "each warpgroup needs whole tiles of 64 rows, and keys by 16, up to 256"
     yield from _handed_over(s, s.consumer_registers)
-    if s.joined and not (s.resident and s.block_m == 64 * s.consumers):
-        yield "only resident blocks of 64 rows a warpgroup join their pieces of work"
+    if s.resident and not (s.overlap and s.block_m == 64 * s.consumers):
+        yield "resident blocks overlap, and have 64 rows a warpgroup"
     if s.consumer_registers % 8 or not 24 <= s.consumer_registers <= 256:
         yield "registers of a thread are multiples of 8 from 24 to 256"
 

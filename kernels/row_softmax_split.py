@@ -23,6 +23,7 @@ SPLIT_ROWS = (1, 8, 32, 128, 264)  # edges of what is compiled apart; more rows 
 BLOCKS = 4 * SMS  # of a grid, or more: four for each core
 PIECES = (1024, 8192)  # columns, so that a piece is worth a block and fits in its registers
 MAX_PIECES = 128  # a thread each to merge
+THREAD_VECTORS = 4  # of a piece, that a thread asks for at once
 MIN_SPLIT, MAX_SPLIT = 8192, MAX_PIECES * PIECES[1]  # columns of a row: more than, and up to
 
 
@@ -36,8 +37,8 @@ def split_schedule(rows: int, n: int, dtype: str) -> RowSchedule:
     columns = least if dtype == "float32" else next_power_of_2(rows * n // BLOCKS)
     columns = max(columns, least, next_power_of_2(-(-min(n, MAX_SPLIT) // MAX_PIECES)))
     columns = min(columns, most)
-    width = VECTOR_BYTES // ITEM_BYTES[dtype]
-    return RowSchedule(columns, min(256, columns // width))
+    vectors, pieces = columns * ITEM_BYTES[dtype] // VECTOR_BYTES, -(-n // columns)
+    return RowSchedule(columns, min(256, max(vectors // THREAD_VECTORS, next_power_of_2(pieces))))
 
 
 def piece_columns(n: int) -> int:

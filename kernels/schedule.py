@@ -93,16 +93,14 @@ class FlashSchedule:
     consumer_registers: int  # a thread
     min_blocks: int = 0  # that are to share an SM, 0 for any number
     heads_together: int = 1  # that go through their blocks side by side
-    resident: int = 0  # thread blocks that take one piece of work after another, 0: one each
+    resident: int = 0  # thread blocks that begin a piece of work beside the end of one, 0: one each
     overlap: bool = False  # a softmax beside the product of the block of keys before
     pin: bool = False  # ptxas may not end an overlap before the weights
-    pin_weights: bool = False  # nor after the first of them
-    joined: bool = False  # a resident block begins a piece of work beside the end of another
     held: bool = False  # queries lie in registers
 
     @property
     def q_slots(self) -> int:
-        return 2 if self.joined and not self.held else 1
+        return 2 if self.resident and not self.held else 1
 
     @property
     def num_threads(self) -> int:
@@ -408,17 +406,19 @@ def _flash_rule(head_dim: int, causal: bool, keys: int) -> FlashSchedule:
     """As measured on an H200, at 512 to 8192 keys."""
     in_l2 = max(1, FLASH_L2_BYTES // (keys * head_dim * 4))
     if head_dim > 64:
-        wide = FlashSchedule(128, 128, 2, 2, 240, overlap=True, pin=True)
-        if causal and keys > 1024:
-            return replace(wide, heads_together=16)
-        return replace(wide, resident=SMS, heads_together=in_l2 if causal else 1)
-    if keys > (4096 if causal else 2048):
+        if causal and keys > 2048:
+            return FlashSchedule(128, 128, 2, 2, 240, 0, 16, overlap=True, pin=True)
+        held = FlashSchedule(128, 128, 2, 2, 240, 0, in_l2 if causal else 1, held=True)
+        return replace(held, resident=SMS, overlap=True, pin=keys > 512)
+    if not causal and keys <= 512:
+        return FlashSchedule(128, 128, 3, 2, 240, 0, 1, SMS, overlap=True, pin=True, held=True)
+    if not causal:
+        return FlashSchedule(192, 128, 3, 3, 160, 0, 1, SMS, overlap=True, pin=True)
+    if keys > 4096:
         return FlashSchedule(192, 128, 2, 3, 160, 0, in_l2, overlap=True)
-    if causal and keys <= 1024:
+    if keys <= 1024:
         return FlashSchedule(64, 64, 3, 1, 128, 3, in_l2)
-    # Of some rounds of work the ends of one go beside the next, where a block takes several.
-    resident = 2 * SMS if not causal and 512 < keys <= 1024 else 0
-    return FlashSchedule(128, 64, 2, 2, 104, 2, in_l2 if causal else 1, resident)
+    return FlashSchedule(128, 64, 2, 2, 104, 2, in_l2)
 
 
 def row_schedule(tile: Tile, n: int, limit: int) -> RowSchedule:

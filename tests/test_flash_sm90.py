@@ -10,7 +10,6 @@ from test_attention import check
 
 from minifused import ops
 from minifused.kernels import build, flash_attention, flash_attention_sm90, limits, schedule
-from minifused.kernels.flash_attend import STORED
 from minifused.kernels.tile import Tile
 
 SM90 = Tile("sm_90a")
@@ -19,20 +18,16 @@ RULES = [(dim, causal, keys) for dim in (64, 128) for causal in (True, False) fo
 LENGTHS = (1, 63, 64, 65, 127, 129, 193, 1000, 1024, 1025, 1537, 2049, 4096)
 HEADS = pytest.mark.parametrize("head_dim", [64, 128])
 MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-# Blocks that join their pieces of work: five, so that each has several, of heads side by side.
-SIDE_BY_SIDE = {"heads_together": 3, "resident": 5, "joined": True}
+# Five blocks, so that each has several pieces of work, of heads side by side.
+SIDE_BY_SIDE = {"heads_together": 3, "resident": 5, "overlap": True}
 FORMS = {
-    "two warpgroups": schedule.FlashSchedule(128, 128, 2, 2, 240, overlap=True, **SIDE_BY_SIDE),
-    "pinned": schedule.FlashSchedule(
-        128, 128, 2, 2, 240, overlap=True, pin_weights=True, **SIDE_BY_SIDE
-    ),
-    "held": schedule.FlashSchedule(
-        128, 128, 2, 2, 240, overlap=True, pin=True, held=True, **SIDE_BY_SIDE
-    ),
-    "three warpgroups": schedule.FlashSchedule(192, 128, 2, 3, 160, overlap=True, **SIDE_BY_SIDE),
-    "in turn": schedule.FlashSchedule(128, 64, 2, 2, 104, 2, **SIDE_BY_SIDE),
+    "two warpgroups": schedule.FlashSchedule(128, 128, 2, 2, 240, **SIDE_BY_SIDE),
+    "pinned": schedule.FlashSchedule(128, 128, 2, 2, 240, pin=True, **SIDE_BY_SIDE),
+    "held": schedule.FlashSchedule(128, 128, 2, 2, 240, pin=True, held=True, **SIDE_BY_SIDE),
+    "three warpgroups": schedule.FlashSchedule(192, 128, 2, 3, 160, **SIDE_BY_SIDE),
+    "one block each": schedule.FlashSchedule(128, 128, 2, 2, 240, overlap=True, held=True),
 }
-WIDE = ("two warpgroups", "pinned", "held")  # those with room for heads of 128
+WIDE = ("two warpgroups", "pinned", "held", "one block each")  # with room for heads of 128
 FORM_CASES = [(form, 64) for form in FORMS] + [(form, 128) for form in WIDE]
 on_each_form = pytest.mark.parametrize(
     ("form", "head_dim"), FORM_CASES, ids=[f"{form}-{dim}" for form, dim in FORM_CASES]
@@ -50,28 +45,28 @@ def test_where_blocks_take_several_pieces_of_work():
     chosen = {rule: schedule.flash_schedule(SM90, rule[0], "bfloat16", *rule[1:]) for rule in RULES}
     resident = {rule: s.resident for rule, s in chosen.items() if s.resident}
     assert resident == {
-        (64, False, 1024): 264,  # two share an SM
-        **{(128, True, keys): 132 for keys in (256, 512, 1024)},
-        **{(128, False, keys): 132 for keys in KEYS},
+        **{(128, True, keys): 132 for keys in (256, 512, 1024, 2048)},
+        **{(dim, False, keys): 132 for dim in (64, 128) for keys in KEYS},
     }
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_outputs_go_to_memory_behind_barriers(head_dim):
-    """A resident block writes over an output only when TMA has read it, and all end so."""
+    """A resident block's warp writes over its rows only when TMA has read them, and all end so."""
     for resident in (0, 132):
         chosen = replace(schedule.flash_schedule(SM90, head_dim, "bfloat16", False, 1024),
                          resident=resident)  # fmt: skip
         static = 2, head_dim, False, False, False, 0.125, "bfloat16", chosen
         source = lower_once(flash_attention_sm90.flash_attention_sm90_kernel, SM90, *static)[0]
         computing = source[source.index("warpgroup_reg_alloc") : source.index("warpgroup_reg_dea")]
-        wait = r"tma_store_wait<0, true>\(\);"
-        barrier = rf"__sync_thread_partial\((\d+), {128 * chosen.consumers}\);"
-        waits = rf"{wait}\s*tl::{barrier}"
-        before, after = computing.split("tma_store_arrive")
-        assert re.findall(waits, before) == ([str(STORED)] if resident else [])
-        assert re.search(r"stmatrix|O_shared\) \+", re.split(waits, before)[-1])
-        assert re.findall(barrier, before)[-1] != str(STORED)  # that behind what was written
+        wait, stored = r"tma_store_wait<0, true>\(\);", r"stmatrix|O_shared\) \+"
+        before, *_, after = computing.split("tma_store_arrive")
+        written = re.split(rf"{wait}\s*__syncwarp\(\);", before)
+        assert len(written) == (2 if resident else 1) and re.search(stored, written[-1])
+        meeting = rf"__sync_thread_partial\(\d+, {128 * chosen.consumers}\);"
+        barrier = r"__syncwarp\(\);" if resident else meeting
+        behind = re.split(stored, written[-1])[-1]
+        assert re.search(r"fence_proxy_async|fence_async", behind) and re.search(barrier, behind)
         assert re.search(wait, after)
 
 
@@ -83,8 +78,8 @@ def test_outputs_go_to_memory_behind_barriers(head_dim):
         ({"num_stages": 4}, "shared memory"),
         ({"block_m": 64}, "64 rows"),
         ({"min_blocks": 2}, "do not fit on an SM"),
-        ({"joined": True}, "only resident blocks"),
-        ({"joined": True, "resident": 132, "block_m": 256}, "64 rows a warpgroup"),
+        ({"resident": 132, "overlap": False}, "resident blocks overlap"),
+        ({"resident": 132, "block_m": 256}, "64 rows a warpgroup"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

@@ -191,22 +191,15 @@ def flash_attention_sm90(tile: Tile, dtype: str, w: AttentionWorkload) -> Iterat
     for base in bases:
         for heads in (1, 8, 16, 32, 128):
             yield replace(base, heads_together=heads)
-        if not w.causal:
-            yield replace(base, resident=SMS)
-    for base, heads in product(_joined(), (16, 128) if w.causal else (1,)):
+    for base, heads in product(_resident_flash(), (16, 64, 128) if w.causal else (1,)):
         yield replace(base, heads_together=heads)
 
 
-def _joined() -> Iterator[FlashSchedule]:
-    """Resident blocks that begin a piece of work beside the end of another."""
-    wide = FlashSchedule(128, 128, 2, 2, 240, resident=SMS, overlap=True, joined=True)
+def _resident_flash() -> Iterator[FlashSchedule]:
+    wide = FlashSchedule(128, 128, 2, 2, 240, resident=SMS, overlap=True)
     high = replace(wide, block_m=192, consumers=3, consumer_registers=160)
-    for base in (wide, high):
-        yield from (base, replace(base, pin=True), replace(base, pin_weights=True))
-    yield replace(wide, num_stages=3, pin_weights=True)
-    yield replace(wide, block_n=176, pin_weights=True)
-    yield replace(wide, pin=True, held=True)
-    yield FlashSchedule(128, 64, 2, 2, 104, 2, resident=2 * SMS, joined=True)
+    for base, stages, pin, held in product((wide, high), (2, 3), (False, True), (False, True)):
+        yield replace(base, num_stages=stages, pin=pin, held=held)
 
 
 def decode_attention(tile: Tile, dtype: str, w: DecodeWorkload) -> Iterator[RowSchedule]:
