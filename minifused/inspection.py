@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-import tilelang
 import torch
 
 from minifused import workloads
@@ -30,7 +29,7 @@ from minifused.kernels import (
     swap_gemm,
 )
 from minifused.kernels.append_kv import append_kv_kernel
-from minifused.kernels.build import dtype_name, tile_for
+from minifused.kernels.build import dtype_name, lower_program, tile_for
 from minifused.kernels.decode_attention import decode_attention_kernel
 from minifused.kernels.decode_attention_split import decode_attention_split_kernel
 from minifused.kernels.flash_attention import flash_attention_kernel
@@ -393,9 +392,8 @@ def lower(case: Case) -> Lowered:
     """
     try:
         # What TileLang says of a failure goes to stdout, which is the table's.
-        with case.tile.target, contextlib.redirect_stdout(sys.stderr):
-            program = case.builder(case.tile, *case.static, case.schedule)
-            artifact = tilelang.lower(program, target=case.tile.target)
+        with contextlib.redirect_stdout(sys.stderr):
+            artifact = lower_program(case.builder, case.tile, *case.static, case.schedule)
     except Exception as error:
         said = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason"]
         reason = next((line for line in said if re.search("Check failed|conflict", line)), said[-1])

@@ -53,9 +53,9 @@ def flash(tile, dtype, head_dim=64, causal=True, keys=1024):
     return flash_attention_sm90_kernel, tile, *static, chosen
 
 
-def flash_joined(tile, dtype, head_dim=64, held=False):
+def flash_resident(tile, dtype, head_dim=64, held=False):
     chosen = schedule.FlashSchedule(
-        128, 128, 2, 2, 240, resident=132, overlap=True, pin=True, joined=True, held=held
+        128, 128, 2, 2, 240, resident=132, overlap=True, pin=True, held=held
     )
     static = 12, head_dim, False, False, True, head_dim**-0.5, dtype
     return flash_attention_sm90_kernel, tile, *static, chosen
@@ -207,11 +207,11 @@ def test_attention_uses_tensor_cores_and_bulk_copies(dtype, head_dim, arch):
     assert instructions(source) >= ATTENTION_CASES[dtype, head_dim, arch]
 
 
-# One of each form: several blocks an SM, or one that overlaps; a grid of all work, or of all SMs.
+# One of each form of a grid of all work: several blocks an SM, or one that overlaps.
 @pytest.mark.parametrize(
     ("head_dim", "causal", "keys", "registers", "min_blocks"),
     [(64, True, 1024, (24, 128), 3), (64, True, 8192, (24, 160), 1),
-     (128, False, 4096, (24, 240), 1)],
+     (128, True, 4096, (24, 240), 1)],
 )  # fmt: skip
 def test_attention_of_sm90_is_warp_specialised(head_dim, causal, keys, registers, min_blocks):
     sizes = {"head_dim": head_dim, "causal": causal, "keys": keys}
@@ -224,18 +224,18 @@ def test_attention_of_sm90_is_warp_specialised(head_dim, causal, keys, registers
     # No tile lies in another's memory, but for the output in that of the queries.
     assert shared == shared_memory(Tile("sm_90a"), "flash_attention_sm90", BF16, chosen, head_dim)
     assert split_barriers(source) == []
-    # Each role has its loop over the keys, and the one over pieces of work if it takes several.
+    # Each role has its loop over the keys.
     loops = [loop for loop in re.findall(r"for \(int \w+ = 0; (.*); \+\+", source)
              if not re.search(r"< \d+$", loop)]  # fmt: skip
-    assert len(loops) == (4 if chosen.resident else 2)
+    assert len(loops) == 2
     assert ("wait_wgmma<1>" in source) == chosen.overlap
 
 
 @pytest.mark.parametrize(("head_dim", "held"), [(64, False), (128, False), (128, True)])
-def test_joined_pieces_of_attention_wait_for_no_other_warp(head_dim, held):
+def test_resident_blocks_of_attention_wait_for_no_other_warp(head_dim, held):
     sizes = {"head_dim": head_dim, "held": held}
-    source, shared = lowered(flash_joined, "sm_90a", BF16, **sizes)
-    chosen = flash_joined(Tile("sm_90a"), BF16, **sizes)[-1]
+    source, shared = lowered(flash_resident, "sm_90a", BF16, **sizes)
+    chosen = flash_resident(Tile("sm_90a"), BF16, **sizes)[-1]
     assert shared == shared_memory(Tile("sm_90a"), "flash_attention_sm90", BF16, chosen, head_dim)
     # But for turns at the tensor cores: of the first scores, of each step, and of a new piece.
     named = re.findall(r"__sync_thread_partial\((.*)\);", source)

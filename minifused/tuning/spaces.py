@@ -191,7 +191,7 @@ def flash_attention_sm90(tile: Tile, dtype: str, w: AttentionWorkload) -> Iterat
     for base in bases:
         for heads in (1, 8, 16, 32, 128):
             yield replace(base, heads_together=heads)
-    for base, heads in product(_resident_flash(), (16, 64, 128) if w.causal else (1,)):
+    for base, heads in product(_resident_flash(), (16, 128) if w.causal else (1,)):
         yield replace(base, heads_together=heads)
 
 
