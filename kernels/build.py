@@ -2,6 +2,7 @@
 
 TileLang keeps compiled kernels on disk (`TILELANG_CACHE_DIR`); this module keeps them in the
 process, so that a launcher costs a dictionary lookup and two threads never compile one key twice.
+What some work will launch can be compiled side by side before it is done: `compile_ahead`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import platform
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,16 +52,68 @@ for _handler in logging.getLogger("tilelang").handlers:
 
 @dataclass
 class CompileStats:
-    """How many kernels this process has built or loaded, and the seconds that took."""
+    """How many kernels this process has built or loaded, and the seconds in which it did.
+
+    Those in which it built several at a time count once.
+    """
 
     count: int = 0
     seconds: float = 0.0
-    on_compile: Callable[[], object] | None = None  # called after each
+    on_compile: Callable[[], object] | None = None  # called after each, from any thread
+    _running: int = 0
+    _since: float = 0.0
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Count what is compiled meanwhile, unless it fails, and the seconds."""
+        with _registry_lock:
+            if self._running == 0:
+                self._since = time.perf_counter()
+            self._running += 1
+        try:
+            yield
+            with _registry_lock:
+                self.count += 1
+        finally:
+            with _registry_lock:
+                self._running -= 1
+                if self._running == 0:
+                    self.seconds += time.perf_counter() - self._since
+
+
+class Kernel:
+    """A kernel to call with tensors or None; what is not compiled yet is so by the first call."""
+
+    def __init__(self, key: tuple):
+        self._key, self._lock = key, threading.Lock()
+        self._launch: Callable[..., None] | None = None
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        if _thread.missing is None:
+            (self._launch or self.compile())(*tensors)
+        elif self._launch is None:
+            _thread.missing.append(self)
+
+    def compile(self) -> Callable[..., None]:
+        """Compile it unless that was done, and return what launches it."""
+        with self._lock:
+            if self._launch is None:
+                with stats.compiling():
+                    self._launch = _compile(*self._key)
+                if stats.on_compile is not None:
+                    stats.on_compile()
+            return self._launch
+
+
+class _Thread(threading.local):
+    """While nothing is launched in this thread, what would have to be compiled for it."""
+
+    missing: list[Kernel] | None = None
 
 
 stats = CompileStats()
-_kernels: dict[tuple, Callable[..., None]] = {}
-_locks: dict[tuple, threading.Lock] = {}
+_thread = _Thread()
+_kernels: dict[tuple, Kernel] = {}
 _registry_lock = threading.Lock()
 
 
@@ -77,29 +132,38 @@ def tile_for(device: torch.device) -> Tile:
     return Tile(f"sm_{major}{minor}" + ("a" if major in (9, 10) else ""))
 
 
-def compile_kernel(builder: Callable, tile: Tile, *static) -> Callable[..., None]:
+def compile_kernel(builder: Callable, tile: Tile, *static) -> Kernel:
     """The kernel builder(tile, *static), compiled once per process; it takes tensors or None.
 
     Raises UserError where the compiler it needs is missing.
     """
     key = (builder, tile, *static)
     kernel = _kernels.get(key)
-    return kernel if kernel is not None else _compile_once(key)
+    if kernel is None:
+        with _registry_lock:
+            kernel = _kernels.setdefault(key, Kernel(key))
+    if _thread.missing is None:
+        kernel.compile()
+    return kernel
 
 
-def _compile_once(key: tuple) -> Callable[..., None]:
-    with _registry_lock:
-        lock = _locks.setdefault(key, threading.Lock())
-    with lock:
-        if key not in _kernels:
-            start = time.perf_counter()
-            _kernels[key] = _compile(*key)
-            with _registry_lock:
-                stats.count += 1
-                stats.seconds += time.perf_counter() - start
-            if stats.on_compile is not None:
-                stats.on_compile()
-        return _kernels[key]
+def compile_ahead(work: Callable[[], object]) -> None:
+    """Compile, side by side, the kernels that `work` launches.
+
+    To know them, `work` is done once with launches that do nothing: what kernels write is then
+    undefined, which the work must not mind. Raises what compiling one of them raises.
+    """
+    missing: list[Kernel] = []
+    outer, _thread.missing = _thread.missing, missing
+    try:
+        work()
+    finally:
+        _thread.missing = outer
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        list(pool.map(Kernel.compile, dict.fromkeys(missing)))
+    finally:
+        pool.shutdown(cancel_futures=True)  # an interrupt waits for those under way alone
 
 
 def _compile(builder: Callable, tile: Tile, *static) -> Callable[..., None]:

@@ -97,6 +97,7 @@ class Batch:
         self._multiple = PREFILL_MULTIPLE if padded else 1
         self._graphs = Graphs() if graph else None
         self.fused = padded  # the end of a step in one kernel, or as operators of PyTorch
+        self._compiled: set[tuple[int, bool]] = set()  # of what `_compile_ahead` was told
 
     def begin(
         self,
@@ -146,6 +147,7 @@ class Batch:
             The logits it was chosen from, (size, vocab_size) float32, until the next call.
         """
         length = min(-(-self.longest // self._multiple) * self._multiple, self.capacity)
+        self._compile_ahead(length, self.most > 1)
         if self._graphs is None:
             return self._prefill(length)
         return self._graphs.launch(("prefill", length), lambda: self._prefill(length))
@@ -153,6 +155,16 @@ class Batch:
     def step(self) -> Tensor:
         """Run the tokens chosen last, and choose the next ones; returns logits as `prefill`."""
         return self._step() if self._graphs is None else self._graphs.launch("step", self._step)
+
+    def _compile_ahead(self, length: int, steps: bool) -> None:
+        """Compile what a prefill launches, and a step if there are `steps`, but only once.
+
+        Both are done without launches, on garbage; the real prefill and `_accept` reset what they
+        leave. A step needs room, which there is for a row that may get two tokens.
+        """
+        if isinstance(self.model, GPTModel) and (length, steps) not in self._compiled:
+            ops.compile_ahead(lambda: (self._prefill(length), steps and self._step()))
+            self._compiled.add((length, steps))
 
     def _accept(self, length: int) -> None:
         """Take over what `begin` was told, on the device: a prefill's graph holds this too."""
@@ -217,8 +229,11 @@ class Batch:
         return logits
 
     def _note(self, table: Tensor, row: Tensor) -> None:
-        """Write what belongs to the step that has just been counted."""
-        table.index_copy_(0, self.step_index[:1] - 1, row[None])
+        """Write what belongs to the step that has just been counted.
+
+        None was where nothing is launched: `index_put_` takes the index -1 too.
+        """
+        table.index_put_((self.step_index[:1] - 1,), row[None])
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Draw a token of each row by its scores, and note all that a step leaves.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from minifused.kernels.append_kv import append_kv as append_kv_kernel
+from minifused.kernels.build import compile_ahead as compile_ahead  # of what calls these
 from minifused.kernels.choose_token import choose_token as choose_token_kernel
 from minifused.kernels.decode_attention import decode_attention as decode_attention_kernel
 from minifused.kernels.decode_attention_split import decode_attention_partials

@@ -328,6 +328,7 @@ def load_models(
 
 def check_forward(models: Models) -> Iterator[Result]:
     """The residual stream after each layer, and the logits of all positions."""
+    ops.compile_ahead(lambda: models.fused(models.tokens))
     fused, eager, exact = (
         _layers_and_logits(model, models.tokens)
         for model in (models.fused, models.eager, models.exact)

@@ -11,6 +11,9 @@ from minifused import GPT, ops
 from minifused import batch as batch_module
 from minifused.batch import CHUNK, Batch, Choice, Graphs
 from minifused.engine import DEMO_FOLDER, MAX_IDLE
+from minifused.errors import UserError
+from minifused.kernels import build
+from minifused.kernels.append_kv import append_kv_kernel
 from minifused.sampling import SamplingParams
 
 PROMPTS = [list(text.encode()) for text in ("R", "First Citizen:\nWe are", "O, she doth teach")]
@@ -244,3 +247,88 @@ def test_idle_batches_are_few(with_graphs):
     for k in range(1, MAX_IDLE + 3):
         gpt.generate("a", max_new_tokens=4, params=SamplingParams(top_k=k))
     assert len(gpt._idle) == MAX_IDLE
+
+
+# What a batch compiles before its first prefill
+
+
+@pytest.fixture
+def forget(monkeypatch):
+    """Forget what is compiled until the test ends; its result says what has been since."""
+
+    def forget():
+        for kernel in build._kernels.values():
+            monkeypatch.setattr(kernel, "_launch", None)
+        return lambda: {key for key, kernel in build._kernels.items() if kernel._launch is not None}
+
+    return forget
+
+
+def without_compiling_ahead(batch):
+    batch._compile_ahead = lambda *work: None
+    return batch
+
+
+CHOICES = [Choice(GREEDY), Choice(SamplingParams(), 10), Choice(EVERY_OPTION, None, True)]
+
+
+@on_each_device
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_batch_compiles_ahead_what_it_launches_and_nothing_else(choice, device, forget):
+    gpt = demo(device)
+    compiled = forget()
+    take(without_compiling_ahead(new_batch(gpt, 3, 64, choice)), PROMPTS, 9)
+    launched = compiled()
+    compiled = forget()
+    batch = new_batch(gpt, 3, 64, choice)
+    with torch.inference_mode():
+        batch.begin(PROMPTS, [0, 1, 2], [9] * 3)
+        batch.prefill()
+        assert compiled() == launched and len(launched) > 5
+        count = build.stats.count
+        for _ in range(8):
+            batch.step()
+    assert build.stats.count == count
+
+
+@on_each_device
+@pytest.mark.parametrize("choice", CHOICES)
+def test_compiling_ahead_launches_nothing_and_changes_no_token(choice, device):
+    gpt = demo(device)
+    plain, batch = (new_batch(gpt, 3, 64, choice) for _ in range(2))
+    batch.cache.keys.fill_(float("nan"))
+    batch.cache.values.fill_(float("nan"))
+    with torch.inference_mode():
+        batch.begin(PROMPTS, [0, 1, 2], [9] * 3)
+        batch._compile_ahead(40, True)
+    assert batch.cache.keys.isnan().all() and batch.cache.values.isnan().all()
+    for prompts in (PROMPTS, PROMPTS[:2]):  # the second time with the state that the first left
+        batch._compiled.clear()
+        expected = take(without_compiling_ahead(plain), prompts, 20, seed=5)
+        assert take(batch, prompts, 20, seed=5) == expected
+        assert is_varied(step.tokens[0] for step in expected)
+
+
+@on_each_device
+def test_a_batch_with_room_for_its_only_token_compiles_no_step(device):
+    gpt = demo(device)
+    (step,) = take(new_batch(gpt, 1, 1, Choice(EVERY_OPTION)), [[82]], 1)
+    assert step == take(new_batch(gpt, 1, 2, Choice(EVERY_OPTION)), [[82]], 2)[0]
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_of_the_request(forget, monkeypatch):
+    gpt, compile_it = demo("cpu"), build._compile
+    expected = gpt.generate("R", max_new_tokens=9)
+
+    def fail(builder, *static):
+        if builder is append_kv_kernel:
+            raise UserError("no room for append_kv")
+        return compile_it(builder, *static)
+
+    forget()
+    with monkeypatch.context() as broken:
+        broken.setattr(build, "_compile", fail)
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"^no room for append_kv$"):
+                gpt.generate("R", max_new_tokens=9)
+    assert gpt.generate("R", max_new_tokens=9) == expected

@@ -3,15 +3,21 @@
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from helpers import poisoned
 from tilelang.contrib import cc
 from tilelang.env import TILELANG_TEMPLATE_PATH as TEMPLATES
 
+from minifused import ops
 from minifused.errors import UserError
 from minifused.kernels import build
-from minifused.kernels.build import compile_kernel
+from minifused.kernels.build import compile_ahead, compile_kernel
 from minifused.kernels.row_softmax import row_softmax_kernel
 from minifused.kernels.schedule import row_schedule
 from minifused.kernels.tile import CPU
@@ -146,3 +152,97 @@ def test_no_nvcc_is_a_user_error_that_names_the_remedies(tmp_path):
     message = run.stderr.strip().splitlines()[-1]
     assert message.startswith("minifused.errors.UserError: no nvcc found")
     assert all(part in message for part in ("minifused[nvcc]", "CUDA_HOME", "--device cpu"))
+
+
+# What is compiled ahead. Softmax has a kernel for each number of columns: these are of no other
+# test.
+
+
+def softmax_is_right(x, out):
+    return torch.allclose(out, x.softmax(-1), rtol=0, atol=1e-6)
+
+
+def test_work_compiled_ahead_launches_nothing_and_then_compiles_nothing():
+    wide, narrow, outs = torch.rand(3, 41), torch.rand(3, 42), [poisoned(3, 41), poisoned(3, 42)]
+    ops.softmax(wide)  # a kernel that is compiled is not launched either
+
+    def work():
+        for _ in range(2):
+            ops.softmax(wide, out=outs[0])
+            ops.softmax(narrow, out=outs[1])
+
+    before = build.stats.count
+    compile_ahead(work)
+    assert build.stats.count == before + 1
+    assert all(out.isnan().all() for out in outs)
+    work()
+    assert build.stats.count == before + 1
+    assert softmax_is_right(wide, outs[0]) and softmax_is_right(narrow, outs[1])
+
+
+def test_only_the_thread_that_compiles_ahead_launches_nothing():
+    x, out, results = torch.rand(3, 43), poisoned(3, 43), []
+
+    def work():
+        ops.softmax(x, out=out)  # leaves a kernel that is not compiled to whoever comes next
+        with ThreadPoolExecutor(1) as other:
+            results.append(other.submit(ops.softmax, x).result())
+
+    compile_ahead(work)
+    assert out.isnan().all() and softmax_is_right(x, results[0])
+
+
+def test_a_kernel_is_launched_again_after_work_that_failed():
+    x = torch.rand(3, 44)
+    with pytest.raises(ZeroDivisionError):
+        compile_ahead(lambda: ops.softmax(x) / (1 // 0))
+    assert softmax_is_right(x, ops.softmax(x))
+
+
+def test_a_compiled_model_is_compiled_ahead_too():
+    x = torch.rand(3, 45)
+    graph = torch.compile(lambda x: ops.softmax(x) * 2, fullgraph=True, backend="eager")
+    before = build.stats.count
+    compile_ahead(lambda: graph(x))
+    assert build.stats.count == before + 1
+    assert softmax_is_right(x, graph(x) / 2) and build.stats.count == before + 1
+
+
+def test_kernels_compile_side_by_side_and_their_seconds_count_once(monkeypatch):
+    together, each, calls = threading.Barrier(2, timeout=60), [], []
+
+    def compile_slowly(*key):
+        start = time.perf_counter()
+        together.wait()
+        time.sleep(0.1)
+        each.append(time.perf_counter() - start)
+        return calls.append
+
+    monkeypatch.setattr(build, "_compile", compile_slowly)
+    monkeypatch.setattr(build.stats, "on_compile", lambda: calls.append("compiled"))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(build, "_kernels", {})
+    count, seconds = build.stats.count, build.stats.seconds
+
+    def work():
+        for builder in (len, min, len):
+            compile_kernel(builder, CPU)(None)
+
+    compile_ahead(work)
+    assert build.stats.count == count + 2 and calls == ["compiled"] * 2
+    assert max(each) <= build.stats.seconds - seconds < sum(each)
+    work()
+    assert calls[2:] == [None] * 3
+
+
+def test_a_kernel_that_does_not_compile_ahead_is_a_user_error_then_and_later(monkeypatch):
+    x = torch.rand(3, 46)
+    with monkeypatch.context() as without:
+        for name in ("PATH", "CXX", "CC"):
+            without.setenv(name, "")
+        cc.get_cplus_compiler.cache_clear()
+        for call in (lambda: compile_ahead(lambda: ops.softmax(x)), lambda: ops.softmax(x)):
+            with pytest.raises(UserError, match=r"^no C\+\+ compiler"):
+                call()
+    cc.get_cplus_compiler.cache_clear()
+    assert softmax_is_right(x, ops.softmax(x))

@@ -15,6 +15,7 @@ from minifused.tour.stage import (
     ROUNDS,
     Stage,
     against_torch,
+    compile_ours,
     median,
     memory_race,
     race,
@@ -34,7 +35,9 @@ def run_epilogue(stage: Stage) -> Iterator[Block | Figure]:
     yield statement("gemm.py", "if has_bias")
     yield statement("gemm.py", "if activation is not None")
     yield statement("epilogue.py", "def activate")
-    workload = LinearWorkload("bias and GELU", *MLP_SIZES[stage.device.type], "gelu_tanh")
+    sizes = MLP_SIZES[stage.device.type]
+    workload = LinearWorkload("bias and GELU", *sizes, "gelu_tanh")
+    compile_ours(stage, "linear", [workload, LinearWorkload("product", *sizes, bias=False)])
     records = race(stage, "linear", workload)
     yield from race_blocks(f"{records[0].case}, {records[0].dtype}", records)
     times = with_and_without(stage, workload)
@@ -87,8 +90,13 @@ def run_attention(stage: Stage) -> Iterator[Block | Figure]:
     yield statement("flash_attention.py", "for kb in T.Pipelined")
     yield statement("online_softmax.py", "def online_softmax")
     batch, length, heads, dim = ATTENTION_SIZES[stage.device.type]
-    for name, causal in (("causal", True), ("not causal", False)):
-        workload = AttentionWorkload(name, batch, length, length, heads, dim, causal)
+    workloads = [
+        AttentionWorkload(name, batch, length, length, heads, dim, causal)
+        for name, causal in (("causal", True), ("not causal", False))
+    ]
+    compile_ours(stage, "attention", workloads)
+    for workload in workloads:
+        name = workload.name
         records = race(stage, "attention", workload)
         yield from race_blocks(f"{records[0].case}, {records[0].dtype}", records)
         yield right(records[0], f"{name} error")

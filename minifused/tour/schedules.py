@@ -6,7 +6,7 @@ from dataclasses import asdict
 import torch
 
 from minifused.benchmark.records import Spread
-from minifused.kernels.build import compile_kernel
+from minifused.kernels.build import compile_ahead, compile_kernel
 from minifused.kernels.schedule import GemmSchedule
 from minifused.tour.basics import SQUARES
 from minifused.tour.blocks import Bar, Block, Chart, Figure, Note, Section, Table
@@ -44,9 +44,15 @@ def measure(task: Task, tried: Sequence[GemmSchedule], rounds: int) -> dict[str,
     """Seconds of each, by key, once all of them have been found right."""
     bench = Bench(task)
     builder, static, _ = task.recipe()
+
+    def launch(*schedules: GemmSchedule) -> None:
+        for schedule in schedules:
+            compile_kernel(builder, task.tile, *static, schedule)(*bench.arguments)
+
+    compile_ahead(lambda: launch(*tried))
     for schedule in tried:
         bench.out.fill_(torch.nan)
-        compile_kernel(builder, task.tile, *static, schedule)(*bench.arguments)
+        launch(schedule)
         bench.exam.require(bench.out)
     finals = bench.finals(tried, rounds, registers=False)
     if finals.failure:

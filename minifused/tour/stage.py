@@ -1,12 +1,13 @@
 """Where the tour takes place: the device, its ceilings, and a race of one operation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from minifused import ops
 from minifused.benchmark import clock
 from minifused.benchmark.kernel_suite import KernelCase
 from minifused.benchmark.machine import machine_info
@@ -58,6 +59,13 @@ class TourCase(KernelCase):
 
     def limits(self) -> tuple[str, ...]:
         return ()
+
+
+def compile_ours(stage: Stage, op: str, workloads: Sequence[Workload]) -> None:
+    """Compile our kernels of several workloads side by side."""
+    generator = torch.Generator(stage.device).manual_seed(0)
+    inputs = [w.inputs(stage.device, stage.dtype, generator) for w in workloads]
+    ops.compile_ahead(lambda: [getattr(ops, op)(**given) for given in inputs])
 
 
 def race(stage: Stage, op: str, workload: Workload) -> list[Record]:
