@@ -159,20 +159,24 @@ def test_other_numbers_of_queries_than_keys(lengths, causal, head_dim):
     check(draw(2, q_len, 3, head_dim), k, v, causal)
 
 
-@pytest.mark.parametrize("k_len", [300, 1500, 2500])
-@MASKS
-@HEADS
-@needs_sm90
-def test_ragged(k_len, causal, head_dim):
+def check_ragged(q_len, k_len, causal, head_dim):
     """What lies past a length changes nothing, and is not written over."""
     draw = normal("cuda", torch.bfloat16)
-    q, k, v = (draw(5, n, 3, head_dim) for n in (200, k_len, k_len))
-    lengths = (0, 1, 65, 200, 1 << 30), (0, k_len, 64, 130, 1 << 30)
+    q, k, v = (draw(5, n, 3, head_dim) for n in (q_len, k_len, k_len))
+    lengths = (0, 1, 65, q_len, 1 << 30), (0, k_len, 64, 130, 1 << 30)
     q_lengths, kv_lengths = (int32(*row, device="cuda") for row in lengths)
     out = check(q, k, v, causal, None, q_lengths, kv_lengths)
     for row, (queries, keys) in enumerate(zip(*lengths, strict=True)):
         q[row, queries:], k[row, keys:], v[row, keys:] = 3e4, 3e4, 3e4
     assert torch.equal(ops.attention(q, k, v, causal, None, q_lengths, kv_lengths), out)
+
+
+@pytest.mark.parametrize("k_len", [300, 1500, 2500])
+@MASKS
+@HEADS
+@needs_sm90
+def test_ragged(k_len, causal, head_dim):
+    check_ragged(200, k_len, causal, head_dim)
 
 
 @MASKS
@@ -233,14 +237,7 @@ def test_forms_of_other_numbers_of_queries_than_keys(lengths, causal, head_dim):
 @pytest.mark.usefixtures("chosen_form")
 def test_forms_of_ragged_batches(causal, head_dim):
     """A piece of work may end before it begins, or have one block of keys."""
-    draw = normal("cuda", torch.bfloat16)
-    q, k, v = (draw(5, n, 3, head_dim) for n in (400, 900, 900))
-    lengths = (0, 1, 65, 400, 1 << 30), (0, 900, 64, 130, 1 << 30)
-    q_lengths, kv_lengths = (int32(*row, device="cuda") for row in lengths)
-    out = check(q, k, v, causal, None, q_lengths, kv_lengths)
-    for row, (queries, keys) in enumerate(zip(*lengths, strict=True)):
-        q[row, queries:], k[row, keys:], v[row, keys:] = 3e4, 3e4, 3e4
-    assert torch.equal(ops.attention(q, k, v, causal, None, q_lengths, kv_lengths), out)
+    check_ragged(400, 900, causal, head_dim)
 
 
 @MASKS
