@@ -23,7 +23,7 @@ from minifused.kernels.row_softmax_split import (
     is_split,
     split_schedule,
 )
-from minifused.kernels.row_softmax_warps import softmax_warps_kernel
+from minifused.kernels.row_softmax_warps import row_softmax_warps_kernel
 from minifused.kernels.row_softmax_wide import wide_schedule, wide_softmax_kernel
 from minifused.kernels.schedule import RowSchedule, row_schedule, tuned
 from minifused.kernels.tile import Tile
@@ -41,7 +41,7 @@ def row_softmax_kernel(
     that holds NaN or +inf.
     """
     if takes_row(tile, n):
-        return softmax_warps_kernel(tile, n, valid, dtype, out_dtype, schedule)
+        return row_softmax_warps_kernel(tile, n, valid, dtype, out_dtype, schedule)
     block_n = schedule.block_n
     wide = valid > min(block_n, MAX_COLUMNS_IN_REGISTERS)
     if tile.is_cuda and wide and vector_width(dtype, out_dtype, schedule):

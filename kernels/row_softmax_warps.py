@@ -13,7 +13,7 @@ from minifused.kernels.schedule import RowSchedule
 from minifused.kernels.tile import Tile
 
 
-def softmax_warps_kernel(
+def row_softmax_warps_kernel(
     tile: Tile, n: int, valid: int, dtype: str, out_dtype: str, schedule: RowSchedule
 ):
     """Build the same as row_softmax_kernel; `num_threads` are those of a block's rows."""
@@ -22,7 +22,7 @@ def softmax_warps_kernel(
     m = T.dynamic("m")
 
     @T.prim_func
-    def softmax_warps(X: T.Tensor((m, n), dtype), Y: T.Tensor((m, n), out_dtype)):
+    def row_softmax_warps(X: T.Tensor((m, n), dtype), Y: T.Tensor((m, n), out_dtype)):
         with T.Kernel(T.ceildiv(m, rows), threads=schedule.num_threads) as bx:
             tx = T.get_thread_binding()
             col = tx % 32 * VECTOR
@@ -58,4 +58,4 @@ def softmax_warps_kernel(
                         for e in T.vectorized(VECTOR):
                             Y[row, col + v * STRIDE + e] = y[e]
 
-    return softmax_warps
+    return row_softmax_warps

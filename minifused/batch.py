@@ -165,6 +165,9 @@ class Batch:
         if isinstance(self.model, GPTModel) and (length, steps) not in self._compiled:
             ops.compile_ahead(lambda: (self._prefill(length), steps and self._step()))
             self._compiled.add((length, steps))
+            for table in (self.finite, self.scores):
+                if table is not None:
+                    table[-1].zero_()  # no step was counted: `_note` took this one for the last
 
     def _accept(self, length: int) -> None:
         """Take over what `begin` was told, on the device: a prefill's graph holds this too."""

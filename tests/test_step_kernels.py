@@ -58,4 +58,5 @@ def test_they_are_those_that_run():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         demo.generate("R", max_new_tokens=3)
     ran = {event.name.removesuffix("_kernel") for event in profile.events()}
-    assert set(kernels(demo.config, tile_for(demo.device), "bfloat16", 1)) <= ran
+    for kernel in kernels(demo.config, tile_for(demo.device), "bfloat16", 1):
+        assert any(name.startswith(kernel) for name in ran), kernel  # the end tells its form
