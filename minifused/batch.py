@@ -10,6 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from minifused.twin import Twin
 
 CHUNK = 16  # steps of a CUDA graph whose tokens travel to the host together
 PREFILL_MULTIPLE = 64  # what prompts are padded to on a GPU, so that few lengths are captured
+_compiled: WeakKeyDictionary[GPTModel, set[Hashable]] = WeakKeyDictionary()  # by `_compile_ahead`
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,6 @@ class Batch:
         self._multiple = PREFILL_MULTIPLE if padded else 1
         self._graphs = Graphs() if graph else None
         self.fused = padded  # the end of a step in one kernel, or as operators of PyTorch
-        self._compiled: set[tuple[int, bool]] = set()  # of what `_compile_ahead` was told
 
     def begin(
         self,
@@ -162,12 +163,18 @@ class Batch:
         Both are done without launches, on garbage; the real prefill and `_accept` reset what they
         leave. A step needs room, which there is for a row that may get two tokens.
         """
-        if isinstance(self.model, GPTModel) and (length, steps) not in self._compiled:
-            ops.compile_ahead(lambda: (self._prefill(length), steps and self._step()))
-            self._compiled.add((length, steps))
-            for table in (self.finite, self.scores):
-                if table is not None:
-                    table[-1].zero_()  # no step was counted: `_note` took this one for the last
+        if not isinstance(self.model, GPTModel):
+            return
+        # Kernels go by ranges of lengths. One that this misses is compiled when it is launched.
+        work = self.size, length.bit_length(), steps, self.choice
+        done = _compiled.setdefault(self.model, set())
+        if work in done:
+            return
+        ops.compile_ahead(lambda: (self._prefill(length), steps and self._step()))
+        done.add(work)
+        for table in (self.finite, self.scores):
+            if table is not None:
+                table[-1].zero_()  # no step was counted: `_note` took this one for the last
 
     def _accept(self, length: int) -> None:
         """Take over what `begin` was told, on the device: a prefill's graph holds this too."""

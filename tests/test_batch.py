@@ -257,6 +257,7 @@ def forget(monkeypatch):
     """Forget what is compiled until the test ends; its result says what has been since."""
 
     def forget():
+        batch_module._compiled.clear()
         for kernel in build._kernels.values():
             monkeypatch.setattr(kernel, "_launch", None)
         return lambda: {key for key, kernel in build._kernels.items() if kernel._launch is not None}
@@ -300,13 +301,23 @@ def test_compiling_ahead_launches_nothing_and_changes_no_token(choice, device):
     batch.cache.values.fill_(float("nan"))
     with torch.inference_mode():
         batch.begin(PROMPTS, [0, 1, 2], [9] * 3)
+        batch_module._compiled.clear()
         batch._compile_ahead(40, True)
     assert batch.cache.keys.isnan().all() and batch.cache.values.isnan().all()
     for prompts in (PROMPTS, PROMPTS[:2]):  # the second time with the state that the first left
-        batch._compiled.clear()
+        batch_module._compiled.clear()
         expected = take(without_compiling_ahead(plain), prompts, 20, seed=5)
         assert take(batch, prompts, 20, seed=5) == expected
         assert is_varied(step.tokens[0] for step in expected)
+
+
+def test_work_of_a_kind_is_looked_at_once(monkeypatch):
+    gpt, looks = demo("cpu"), []
+    monkeypatch.setattr(ops, "compile_ahead", looks.append)
+    batch_module._compiled.clear()
+    for prompt in ([82] * 5, [82] * 7, [82] * 9):
+        take(new_batch(gpt, 1, 16, Choice(GREEDY)), [prompt], 2)
+    assert len(looks) == 2  # of 4 to 7 positions, and of 8 to 15
 
 
 @on_each_device
