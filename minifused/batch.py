@@ -165,8 +165,10 @@ class Batch:
         """
         if not isinstance(self.model, GPTModel):
             return
-        # Kernels go by ranges of lengths. One that this misses is compiled when it is launched.
-        work = self.size, length.bit_length(), steps, self.choice
+        # Kernels go by ranges of lengths, most up to a power of 2. One that this misses is compiled
+        # when it is launched.
+        ranges = (length - 1).bit_length(), (self.capacity - 1).bit_length()
+        work = self.size, ranges, steps, self.choice
         done = _compiled.setdefault(self.model, set())
         if work in done:
             return

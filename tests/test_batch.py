@@ -315,9 +315,9 @@ def test_work_of_a_kind_is_looked_at_once(monkeypatch):
     gpt, looks = demo("cpu"), []
     monkeypatch.setattr(ops, "compile_ahead", looks.append)
     batch_module._compiled.clear()
-    for prompt in ([82] * 5, [82] * 7, [82] * 9):
-        take(new_batch(gpt, 1, 16, Choice(GREEDY)), [prompt], 2)
-    assert len(looks) == 2  # of 4 to 7 positions, and of 8 to 15
+    for length, capacity in ((5, 9), (8, 16), (9, 16), (9, 17), (9, 32)):
+        take(new_batch(gpt, 1, capacity, Choice(GREEDY)), [[82] * length], 2)
+    assert len(looks) == 3  # of 5 to 8 positions, and of 9 to 16, with room for 16 and for 32
 
 
 @on_each_device
