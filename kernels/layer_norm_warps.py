@@ -14,9 +14,13 @@ MAX_COLUMNS = 2048  # 64 a lane
 STRIDE = 32 * VECTOR  # columns that a warp reads at a time
 
 
-def takes_row(tile: Tile, n: int) -> bool:
+def fits_a_warp(n: int) -> bool:
     """Whether rows are so short, and all begin where a vector does."""
-    return tile.is_cuda and n % VECTOR == 0 and n <= MAX_COLUMNS
+    return n % VECTOR == 0 and n <= MAX_COLUMNS
+
+
+def takes_row(tile: Tile, n: int) -> bool:
+    return tile.is_cuda and fits_a_warp(n)
 
 
 @T.macro

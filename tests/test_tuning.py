@@ -344,6 +344,15 @@ def test_how_a_grid_fills_a_gpu():
     assert occupancy(task, small, None).waves is None
 
 
+@pytest.mark.parametrize(("n", "blocks"), [(2048, 3), (1001, 9), (2056, 9)])
+def test_a_block_has_several_short_rows(n, blocks):
+    for task in (
+        gpu_task("row_softmax", SoftmaxWorkload("", 9, n)),
+        gpu_task("layer_norm", LayerNormWorkload("", 9, n, x_dtype=None)),
+    ):
+        assert occupancy(task, RowSchedule(2048, 128), sms=132).blocks == blocks
+
+
 SAMPLES = [
     ("gemm", GEMM, torch.bfloat16, 2),
     ("gemm", GEMM, torch.float32, 1),

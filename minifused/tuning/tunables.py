@@ -10,6 +10,7 @@ from minifused import inspection, ops
 from minifused.errors import UserError
 from minifused.inspection import Recipe
 from minifused.kernels import buckets
+from minifused.kernels.layer_norm_warps import fits_a_warp
 from minifused.kernels.schedule import Schedule
 from minifused.kernels.tile import Tile
 from minifused.kernels.vector_add import vector_add_kernel, vector_add_schedule
@@ -167,7 +168,8 @@ def _add_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:
 
 
 def _row_blocks(w: Any, s: Any) -> int:
-    return w.m
+    """One each, but on a GPU where a warp has a row."""
+    return _ceil(w.m, s.num_threads // 32) if s.num_threads > 1 and fits_a_warp(w.n) else w.m
 
 
 def _row_bucket(w: Any) -> str:
