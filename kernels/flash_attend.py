@@ -110,7 +110,7 @@ def values(r: Rings, f: Fragments, i):
 
 
 @T.macro
-def attend_in_turn(r: Rings, f: Fragments, tx, visible, step, scale_log2, n):
+def attend_in_turn(r: Rings, f: Fragments, visible, step, scale_log2, n):
     """Scores, weights, output: other warpgroups compute while this one waits."""
     forget_all(f)
     for i in T.serial(n):

@@ -26,11 +26,13 @@ WARP_ROWS = 16  # of a tile of a tensor core
 
 @T.macro
 def only_one(r: Rings, f: Fragments, tx, pieces: Pieces, scale_log2, O_shared, O):
-    attend = attend_overlapped if r.schedule.overlap else attend_in_turn
     work = T.alloc_local((6,), "int32")
     find(work, pieces, 0)
     await_queries(r, f, 0)
-    attend(r, f, tx, work[5], int(pieces.causal), scale_log2, work[4])
+    if r.schedule.overlap:
+        attend_overlapped(r, f, tx, work[5], int(pieces.causal), scale_log2, work[4])
+    else:
+        attend_in_turn(r, f, work[5], int(pieces.causal), scale_log2, work[4])
     sum_rows(f.l, f.total)
     divide(f.o, f.total, f.shift, work[3])
     T.copy(f.o, O_shared)
