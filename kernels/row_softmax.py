@@ -2,7 +2,8 @@
 
 A row that fits in a fragment is read once. A wider one is read twice in pieces: first the running
 maximum and the sum rescaled to it (Milakov and Gimelshein, arXiv 1805.02867), then the values. On a
-GPU that takes other forms: `row_softmax_wide`, and for a few rows `row_softmax_split`.
+GPU that takes other forms: `row_softmax_wide`, and for a few rows `row_softmax_split`; and a short
+row is a warp's: `row_softmax_warps`.
 """
 
 import functools
@@ -90,7 +91,7 @@ def row_softmax_kernel(
 
 
 def row_softmax_schedule(tile: Tile, m: int, n: int, dtype: str) -> RowSchedule:
-    """The schedule of one block a row."""
+    """The schedule of one block a row, or of several rows in a block, a warp each."""
     in_pieces = tile.is_cuda and n > MAX_COLUMNS_IN_REGISTERS
     rule = wide_schedule(dtype) if in_pieces else row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
     if takes_row(tile, n):
