@@ -17,7 +17,7 @@ from minifused.kernels.flash_attend import Fragments, first_turn
 from minifused.kernels.flash_pieces import one_after_another, only_one
 from minifused.kernels.flash_rings import WARPGROUP, Rings, load_pieces
 from minifused.kernels.flash_steps import LANES
-from minifused.kernels.flash_work import Pieces
+from minifused.kernels.flash_work import Pieces, share
 from minifused.kernels.limits import PRODUCER_REGISTERS
 from minifused.kernels.row_lanes import FAST_MATH
 from minifused.kernels.schedule import FlashSchedule
@@ -89,7 +89,7 @@ def flash_attention_sm90_kernel(
             tx = T.get_thread_binding()
             tile.pdl_trigger()
             tile.pdl_sync()
-            count = T.truncdiv(all_pieces - bx + grid - 1, grid) if schedule.resident else 1
+            count = share(all_pieces, bx, grid) if schedule.resident else 1
             lengths = (q_lengths, kv_lengths) if ragged else (None, None)
             pieces = Pieces(schedule, causal, sizes, lengths, bx, grid, count)
             if tx < consumers:

@@ -199,6 +199,17 @@ def test_a_kernel_is_launched_again_after_work_that_failed():
     assert softmax_is_right(x, ops.softmax(x))
 
 
+def test_work_that_itself_compiles_ahead_launches_nothing_after_that():
+    x, out = torch.rand(3, 47), poisoned(3, 47)
+
+    def work():
+        compile_ahead(lambda: ops.softmax(x))
+        ops.softmax(x, out=out)
+
+    compile_ahead(work)
+    assert out.isnan().all() and softmax_is_right(x, ops.softmax(x))
+
+
 def test_a_compiled_model_is_compiled_ahead_too():
     x = torch.rand(3, 45)
     graph = torch.compile(lambda x: ops.softmax(x) * 2, fullgraph=True, backend="eager")

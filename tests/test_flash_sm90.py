@@ -10,6 +10,7 @@ from test_attention import check
 
 from minifused import ops
 from minifused.kernels import build, flash_attention, flash_attention_sm90, limits, schedule
+from minifused.kernels.flash_work import place, share
 from minifused.kernels.tile import Tile
 
 SM90 = Tile("sm_90a")
@@ -48,6 +49,23 @@ def test_where_blocks_take_several_pieces_of_work():
         **{(128, True, keys): 132 for keys in (256, 512, 1024, 2048)},
         **{(dim, False, keys): 132 for dim in (64, 128) for keys in KEYS},
     }
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize("together", [1, 3, 4, 9])
+@pytest.mark.parametrize(("heads", "blocks"), [(7, 1), (7, 5), (1, 5), (8, 3)])
+def test_each_piece_of_work_is_done_once(heads, blocks, together, last_first):
+    """Longest first, where the last block is the longest, of heads that stay together."""
+    all_pieces, grid = heads * blocks, min(5, heads * blocks)
+    shares = [range(first, all_pieces, grid) for first in range(grid)]
+    assert [int(share(all_pieces, s.start, grid)) for s in shares] == [len(s) for s in shares]
+    placed = [place(index, blocks, heads, together, last_first) for index in range(all_pieces)]
+    assert [(int(head), int(block)) for head, block in placed] == [
+        (head, block)
+        for first in range(0, heads, together)
+        for block in (reversed(range(blocks)) if last_first else range(blocks))
+        for head in range(first, min(first + together, heads))
+    ]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -231,7 +231,10 @@ def test_attention_of_sm90_is_warp_specialised(head_dim, causal, keys, registers
     assert ("wait_wgmma<1>" in source) == chosen.overlap
 
 
-@pytest.mark.parametrize(("head_dim", "held"), [(64, False), (128, True)])
+on_resident_forms = pytest.mark.parametrize(("head_dim", "held"), [(64, False), (128, True)])
+
+
+@on_resident_forms
 def test_resident_blocks_of_attention_wait_for_no_other_warp(head_dim, held):
     sizes = {"head_dim": head_dim, "held": held}
     source, shared = lowered(flash_resident, "sm_90a", BF16, **sizes)
@@ -250,6 +253,25 @@ def test_resident_blocks_of_attention_wait_for_no_other_warp(head_dim, held):
     # Scores: the first, of a step, of a new piece. Their products: the last two, and the very last.
     assert (source.count("wgmma_ss<"), source.count("wgmma_rs<")) == ((0, 6) if held else (3, 3))
     assert "ldmatrix" in source if held else "ldmatrix" not in source
+
+
+@on_resident_forms
+def test_resident_blocks_of_attention_begin_each_piece_of_work_anew(head_dim, held):
+    source, _ = lowered(flash_resident, "sm_90a", BF16, head_dim=head_dim, held=held)
+    roles = source.split("warpgroup_reg_dealloc")
+    for role in roles:  # which go through the rings from where the piece before has ended
+        assert re.search(r"(done\w*)\[0\] = \(\1\[0\] \+ work\w*\[4\]\)", role)
+        assert re.search(r"begin\w* = done\w*\[0\]", role)
+    computing = roles[0]
+    for state in "lm":  # of the first piece, and of the one that begins beside the end of another
+        assert len(re.findall(rf"\({state} \+ 0\) = make_float", computing)) == 2
+    assert re.search(r"ahead\[0\] = .*\(\(t \+ 1\) \* ", computing)
+    freed = re.findall(r"q_free\[.*\]\.arrive", computing)
+    assert len(freed) == (2 if held else 1)
+    after = computing.rpartition("tma_store(O_desc")[2]
+    assert re.search(r"\(o \+ .*\) = make_float4\(", after)
+    assert re.search(r"work\[(\w+)\] = ahead\[\1\]", after)
+    assert "tma_store_wait" in after
 
 
 @pytest.mark.parametrize(
