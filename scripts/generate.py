@@ -164,7 +164,7 @@ def generate(model: GPT, run: Run, prompts: list[list[int]], args: Namespace) ->
 
 
 def compile_first(events: Iterator[Event]) -> Iterator[Event]:
-    """Take the two steps that compile all kernels, prefill and one decode step; give back all."""
+    """Take prefill and one decode step, by when all kernels are compiled; give back all."""
     first = []
     with compile_progress():
         for event in events:

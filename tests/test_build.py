@@ -247,7 +247,7 @@ def test_kernels_compile_side_by_side_and_their_seconds_count_once(monkeypatch):
 
 
 def test_a_kernel_that_does_not_compile_ahead_is_a_user_error_then_and_later(monkeypatch):
-    x = torch.rand(3, 46)
+    x, count = torch.rand(3, 46), build.stats.count
     with monkeypatch.context() as without:
         for name in ("PATH", "CXX", "CC"):
             without.setenv(name, "")
@@ -256,4 +256,5 @@ def test_a_kernel_that_does_not_compile_ahead_is_a_user_error_then_and_later(mon
             with pytest.raises(UserError, match=r"^no C\+\+ compiler"):
                 call()
     cc.get_cplus_compiler.cache_clear()
-    assert softmax_is_right(x, ops.softmax(x))
+    assert build.stats.count == count
+    assert softmax_is_right(x, ops.softmax(x)) and build.stats.count == count + 1

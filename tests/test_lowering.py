@@ -84,6 +84,17 @@ def layer_norm(tile, dtype, n=768):
     return layer_norm_kernel, tile, n, 1e-5, F32, dtype, chosen
 
 
+# The same of rows that are too long for a warp.
+
+
+def block_softmax(tile, dtype):
+    return softmax(tile, dtype, n=4096)
+
+
+def block_layer_norm(tile, dtype):
+    return layer_norm(tile, dtype, n=4096)
+
+
 # Kernels that only a GPU is given, but for embed.
 
 
@@ -147,6 +158,8 @@ OF_A_STEP = {
     append: set(),
     layer_norm: set(),
     softmax: set(),
+    block_layer_norm: set(),
+    block_softmax: set(),
 }
 
 
@@ -295,6 +308,7 @@ def test_float32_is_never_tf32(make, sizes):
 # 16 bits never come to decode_attention on a GPU: decode_attention_split takes them.
 OF_ROWS = [
     *((make, dtype) for make in (skinny, append, softmax, layer_norm) for dtype in (BF16, F32)),
+    *((make, dtype) for make in (block_softmax, block_layer_norm) for dtype in (BF16, F32)),
     (decode, F32),
 ]
 of_rows = pytest.mark.parametrize(
@@ -302,7 +316,11 @@ of_rows = pytest.mark.parametrize(
 )
 
 
-LOADS = {skinny: ("A", "W"), softmax: ("X",), layer_norm: ("X",), append: ("K", "V")}
+LOADS = {
+    skinny: ("A", "W"),
+    **dict.fromkeys((softmax, layer_norm, block_softmax, block_layer_norm), ("X",)),
+    append: ("K", "V"),
+}
 
 
 @pytest.mark.parametrize("make", LOADS, ids=lambda m: m.__name__)
