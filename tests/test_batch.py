@@ -318,6 +318,28 @@ def test_work_of_a_kind_is_looked_at_once(monkeypatch):
     for length, capacity in ((5, 9), (8, 16), (9, 16), (9, 17), (9, 32)):
         take(new_batch(gpt, 1, capacity, Choice(GREEDY)), [[82] * length], 2)
     assert len(looks) == 3  # of 5 to 8 positions, and of 9 to 16, with room for 16 and for 32
+    for size, choice in ((2, Choice(GREEDY)), (2, Choice(SamplingParams()))):
+        for _ in range(2):
+            take(new_batch(gpt, size, 9, choice), [[82] * 5], 2)
+    assert len(looks) == 5
+    for backend in ("tilelang", "torch"):  # another model, and one without kernels
+        take(new_batch(demo("cpu", backend=backend), 2, 9, choice), [[82] * 5] * 2, 2)
+        assert len(looks) == 6
+
+
+def test_work_that_failed_to_compile_is_looked_at_again(monkeypatch):
+    gpt, looks = demo("cpu"), []
+
+    def fail(work):
+        looks.append(work)
+        raise UserError("no room")
+
+    monkeypatch.setattr(ops, "compile_ahead", fail)
+    batch_module._compiled.clear()
+    for _ in range(2):
+        with pytest.raises(UserError, match="no room"):
+            gpt.generate("R", max_new_tokens=2)
+    assert len(looks) == 2
 
 
 @on_each_device

@@ -108,6 +108,13 @@ def test_forms_break_no_limit(form, head_dim):
     assert not limits.violation(SM90, "flash_attention_sm90", "bfloat16", chosen, head_dim)
 
 
+def test_queries_that_are_held_take_registers_too():
+    few = replace(FORMS["held"], consumer_registers=208)
+    assert "192 accumulators" in limits.spill(SM90, "flash_attention_sm90", "bfloat16", few, 128)
+    few = replace(few, held=False)
+    assert not limits.spill(SM90, "flash_attention_sm90", "bfloat16", few, 128)
+
+
 def test_switches_of_a_table_are_true_or_false():
     values = vars(schedule.flash_schedule(SM90, 128, "bfloat16", True, 4096))
     with pytest.raises(ValueError, match="overlap is 1: expected true or false"):

@@ -275,10 +275,18 @@ def test_resident_blocks_of_attention_begin_each_piece_of_work_anew(head_dim, he
     for role in roles:  # which go through the rings from where the piece before has ended
         assert re.search(r"(done\w*)\[0\] = \(\1\[0\] \+ work\w*\[4\]\)", role)
         assert re.search(r"begin\w* = done\w*\[0\]", role)
+        assert re.search(r"work\w*\[4\] = \(\(max\(\w+, 1\)", role)  # also of no visible key
     computing = roles[0]
     for state in "lm":  # of the first piece, and of the one that begins beside the end of another
         assert len(re.findall(rf"\({state} \+ 0\) = make_float", computing)) == 2
     assert re.search(r"ahead\[0\] = .*\(\(t \+ 1\) \* ", computing)
+    *products, _ = computing.split("wait_wgmma<1>")
+    assert len(products) == 2  # of each step, and of a new piece
+    for product in products:
+        assert "rescale" in product[product.rindex("__sync_thread_partial") :]
+    # Pinned: a wait for what comes is between the weights and the end of the product beside them.
+    besides = re.findall(r"wait_wgmma<1>.*?wait_wgmma<0>", computing, re.DOTALL)
+    assert len(besides) == 2 and all("v_full[" in beside for beside in besides)
     freed = re.findall(r"q_free\[.*\]\.arrive", computing)
     assert len(freed) == (2 if held else 1)
     after = computing.rpartition("tma_store(O_desc")[2]
@@ -428,6 +436,13 @@ def test_no_barrier_in_gemm_splits_a_group_of_threads(dtype):
 @of_rows
 def test_no_barrier_splits_a_group_of_threads(make, dtype):
     assert split_barriers(lowered(make, "sm_90a", dtype)[0]) == []
+
+
+@pytest.mark.parametrize("make", [softmax, layer_norm], ids=lambda m: m.__name__)
+def test_warps_that_have_a_row_each_wait_for_no_other(make):
+    source, shared = lowered(make, "sm_90a", BF16)
+    assert not BARRIER.search(source) and "__shared__" not in source and shared == 0
+    assert "shfl" in source or "warp_reduce" in source
 
 
 @pytest.mark.parametrize("make", OF_A_STEP, ids=lambda m: m.__name__)
