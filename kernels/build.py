@@ -142,7 +142,7 @@ def compile_kernel(builder: Callable, tile: Tile, *static) -> Kernel:
     if kernel is None:
         with _registry_lock:
             kernel = _kernels.setdefault(key, Kernel(key))
-    if _thread.missing is None:
+    if kernel._launch is None and _thread.missing is None:
         kernel.compile()
     return kernel
 

@@ -11,6 +11,11 @@ from minifused.kernels.schedule import FlashSchedule
 WARPGROUP = 128
 
 
+def place_in(slots: int, i):
+    """The slot of a ring that its i-th load goes to, and which phase of the barriers it is."""
+    return T.truncmod(i, slots), T.truncmod(T.truncdiv(i, slots), 2)
+
+
 @dataclass(frozen=True)
 class Rings:
     """Tiles in shared memory, and barriers: `full` of what is loaded, `free` of what was read."""
@@ -32,18 +37,17 @@ class Rings:
         return self.q if slots == 1 else self.q[T.truncmod(t, slots), :, :]
 
     def wait_queries(self, t):
-        slots = self.schedule.q_slots
-        turn = T.truncmod(T.truncdiv(t, slots), 2)
-        return T.barrier_wait(self.q_full[T.truncmod(t, slots)], turn)
+        slot, turn = place_in(self.schedule.q_slots, t)
+        return T.barrier_wait(self.q_full[slot], turn)
 
     def release_queries(self, t):
-        return T.barrier_arrive(self.q_free[T.truncmod(t, self.schedule.q_slots)])
+        return T.barrier_arrive(self.q_free[place_in(self.schedule.q_slots, t)[0]])
 
     def slot(self, i):
-        return T.truncmod(i, self.schedule.num_stages)
+        return place_in(self.schedule.num_stages, i)[0]
 
     def turn(self, i):
-        return T.truncmod(T.truncdiv(i, self.schedule.num_stages), 2)
+        return place_in(self.schedule.num_stages, i)[1]
 
     def wait(self, barriers, i):
         """For the i-th load of a ring."""
@@ -59,8 +63,7 @@ class Rings:
 
 @T.macro
 def load_queries(r: Rings, Q, work, t):
-    first, slot = work[2], T.truncmod(t, r.schedule.q_slots)
-    turn = T.truncmod(T.truncdiv(t, r.schedule.q_slots), 2)
+    first, (slot, turn) = work[2], place_in(r.schedule.q_slots, t)
     T.barrier_wait(r.q_free[slot], turn ^ 1)
     T.tma_copy(Q[work[0], first : first + r.schedule.block_m, 0, work[1], :], r.queries(t),
                barrier=r.q_full[slot])  # fmt: skip

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from minifused.kernels import buckets
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
-from minifused.kernels.layer_norm_warps import layer_norm_warps_kernel, takes_row
-from minifused.kernels.schedule import RowSchedule, row_schedule, tuned
+from minifused.kernels.layer_norm_warps import layer_norm_warps_kernel, rows_schedule, takes_row
+from minifused.kernels.schedule import RowSchedule, tuned
 from minifused.kernels.tile import Tile
 
 MAX_COLUMNS_IN_REGISTERS = 8192
@@ -95,9 +95,7 @@ def layer_norm_kernel(
 
 
 def layer_norm_schedule(tile: Tile, m: int, n: int, dtype: str) -> RowSchedule:
-    rule = row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
-    if takes_row(tile, n):
-        rule = RowSchedule(rule.block_n, 128)  # four rows
+    rule = rows_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
     return tuned(tile, "layer_norm", buckets.row(m, n), dtype, rule)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minifused.kernels import buckets
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
-from minifused.kernels.layer_norm_warps import takes_row
+from minifused.kernels.layer_norm_warps import rows_schedule, takes_row
 from minifused.kernels.row_lanes import softmax_exp, vector_width
 from minifused.kernels.row_softmax_split import (
     MIN_SPLIT,
@@ -26,7 +26,7 @@ from minifused.kernels.row_softmax_split import (
 )
 from minifused.kernels.row_softmax_warps import row_softmax_warps_kernel
 from minifused.kernels.row_softmax_wide import wide_schedule, wide_softmax_kernel
-from minifused.kernels.schedule import RowSchedule, row_schedule, tuned
+from minifused.kernels.schedule import RowSchedule, tuned
 from minifused.kernels.tile import Tile
 
 MAX_COLUMNS_IN_REGISTERS = MIN_SPLIT  # wider rows go in pieces, of one block or of several
@@ -93,9 +93,7 @@ def row_softmax_kernel(
 def row_softmax_schedule(tile: Tile, m: int, n: int, dtype: str) -> RowSchedule:
     """The schedule of one block a row, or of several rows in a block, a warp each."""
     in_pieces = tile.is_cuda and n > MAX_COLUMNS_IN_REGISTERS
-    rule = wide_schedule(dtype) if in_pieces else row_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
-    if takes_row(tile, n):
-        rule = RowSchedule(rule.block_n, 128)  # four rows
+    rule = wide_schedule(dtype) if in_pieces else rows_schedule(tile, n, MAX_COLUMNS_IN_REGISTERS)
     return tuned(tile, "row_softmax", buckets.row(m, n), dtype, rule)
 
 

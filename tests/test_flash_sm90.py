@@ -207,18 +207,22 @@ def test_wide_scores(causal, head_dim):
     check(torch.stack(wide, dim=2), causal=causal)
 
 
+def check_repeats(length, causal, head_dim, times):
+    qkv = normal("cuda", torch.bfloat16)(4, length, 3, 12, head_dim)
+    first = ops.attention(qkv, causal=causal)
+    assert first.any()
+    for _ in range(times):
+        out = poisoned(*first.shape, device="cuda", dtype=torch.bfloat16)
+        ops.attention(qkv, causal=causal, out=out)
+        assert torch.equal(out, first)
+
+
 @pytest.mark.parametrize("length", [200, 1024, 2200])
 @MASKS
 @HEADS
 @needs_sm90
 def test_repeats_are_equal_bit_for_bit(length, causal, head_dim):
-    qkv = normal("cuda", torch.bfloat16)(4, length, 3, 12, head_dim)
-    first = ops.attention(qkv, causal=causal)
-    assert first.any()
-    for _ in range(200):
-        out = poisoned(*first.shape, device="cuda", dtype=torch.bfloat16)
-        ops.attention(qkv, causal=causal, out=out)
-        assert torch.equal(out, first)
+    check_repeats(length, causal, head_dim, 200)
 
 
 @pytest.fixture
@@ -230,59 +234,42 @@ def chosen_form(form, monkeypatch):
     flash_attention._select.cache_clear()
 
 
+def in_each_form(test):
+    return MASKS(on_each_form(needs_sm90(pytest.mark.usefixtures("chosen_form")(test))))
+
+
 @pytest.mark.parametrize("length", [1, 63, 65, 512, 1537])
-@MASKS
-@on_each_form
-@needs_sm90
-@pytest.mark.usefixtures("chosen_form")
+@in_each_form
 def test_forms_at_all_lengths(length, causal, head_dim):
     check(normal("cuda", torch.bfloat16)(3, length, 3, 5, head_dim), causal=causal)
 
 
 @pytest.mark.parametrize("lengths", [(63, 2100), (700, 65), (1025, 300)], ids=str)
-@MASKS
-@on_each_form
-@needs_sm90
-@pytest.mark.usefixtures("chosen_form")
+@in_each_form
 def test_forms_of_other_numbers_of_queries_than_keys(lengths, causal, head_dim):
     draw, (q_len, k_len) = normal("cuda", torch.float16), lengths
     k, v = draw(3, k_len, 5, head_dim), draw(3, k_len, 5, head_dim)
     check(draw(3, q_len, 5, head_dim), k, v, causal)
 
 
-@MASKS
-@on_each_form
-@needs_sm90
-@pytest.mark.usefixtures("chosen_form")
+@in_each_form
 def test_forms_of_ragged_batches(causal, head_dim):
     """A piece of work may end before it begins, or have one block of keys."""
     check_ragged(400, 900, causal, head_dim)
 
 
-@MASKS
-@on_each_form
-@needs_sm90
-@pytest.mark.usefixtures("chosen_form")
+@in_each_form
 def test_a_piece_of_work_leaves_nothing_to_the_next(causal, head_dim):
     """Heads of infinite values change no other head, whichever pieces a block has."""
     qkv = normal("cuda", torch.bfloat16)(2, 700, 3, 6, head_dim)
-    clean = ops.attention(qkv, causal=causal)
+    clean = check(qkv, causal=causal)
     qkv[:, :, :, ::2] = torch.inf
     assert torch.equal(ops.attention(qkv, causal=causal)[:, :, 1::2], clean[:, :, 1::2])
 
 
-@MASKS
-@on_each_form
-@needs_sm90
-@pytest.mark.usefixtures("chosen_form")
+@in_each_form
 def test_forms_repeat_bit_for_bit(causal, head_dim):
-    qkv = normal("cuda", torch.bfloat16)(4, 1024, 3, 12, head_dim)
-    first = ops.attention(qkv, causal=causal)
-    assert first.any()
-    for _ in range(100):
-        out = poisoned(*first.shape, device="cuda", dtype=torch.bfloat16)
-        ops.attention(qkv, causal=causal, out=out)
-        assert torch.equal(out, first)
+    check_repeats(1024, causal, head_dim, 100)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["one by one", "graph"])
