@@ -23,8 +23,19 @@ from minifused.kernels.tile import Tile
 
 F32, BF16, F16 = "float32", "bfloat16", "float16"
 SM90 = Tile("sm_90a")
-FORMS = {f"{s.block_m}x{s.block_n}": s for s in gemm_sm90_rule.FORMS}
-FORMS |= {"ping_pong": gemm_sm90_rule.MANY_ROUNDS, "deep": gemm_sm90_rule.ONE_ROUND}
+
+
+def name_of(s):
+    return f"{s.block_m}x{s.block_n}x{s.num_stages}" + (" in turns" if s.ping_pong else "")
+
+
+FORMS = {name_of(s): s for s in gemm_sm90_rule.FORMS}
+# One of each way to store: in parts, at once, in parts and in turns, at once and in turns, and
+# through the ring, for two ways to share an SM.
+STORES = (
+    "128x256x4", "128x160x4", "128x128x5 in turns", "128x160x4 in turns", "128x64x8", "128x128x3",
+    "64x64x6",
+)  # fmt: skip
 on_forms = pytest.mark.parametrize("chosen", FORMS.values(), ids=FORMS)
 EPILOGUES = {  # activation, bias, residual, dtype of the result
     "none": (None, False, False, BF16),
@@ -65,21 +76,21 @@ def test_few_rows_are_spread_over_many_blocks(m, n, k):
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "many"),
+    ("m", "n", "k", "form"),
     [
-        (8192, 2304, 768, True),
-        (1024, 50304, 1600, True),  # a head
-        (1 << 20, 768, 3072, True),
-        (4096, 768, 768, False),  # 1.5 rounds
-        (1024, 4096, 1024, False),  # 2 rounds, of which the ends count
-        (8192, 1600, 1600, False),  # tiles at the edge are half empty
-        (8192, 8192, 8192, False),  # so deep that the ends do not count
+        (8192, 2304, 768, "128x192x4 in turns"),
+        (4096, 3072, 768, "128x192x4 in turns"),
+        (1024, 50304, 1600, "128x192x4 in turns"),  # a head
+        (8192, 1600, 1600, "128x160x4 in turns"),  # a tenth of a tile less than with 192
+        (4096, 768, 768, "128x192x4"),  # 128 tiles: one round
+        (4096, 1600, 6400, "128x208x4"),  # so deep that the ends do not count, but rounds do
+        (4096, 4096, 4096, "128x256x4"),
     ],
 )
-def test_many_whole_rounds_go_to_groups_that_take_turns(m, n, k, many):
+def test_tiles_are_as_wide_as_rounds_are_full_and_take_turns_in_several(m, n, k, form):
     with schedule_table.rules_only():
         chosen = gemm_sm90_rule.ring_gemm_schedule(SM90, m, n, k, BF16)
-    assert (chosen == gemm_sm90_rule.MANY_ROUNDS) == many
+    assert name_of(chosen) == form
 
 
 @on_forms
@@ -105,14 +116,14 @@ def test_forms_break_no_limit(chosen):
     ids=str,
 )
 def test_schedules_that_cannot_work_are_refused(changed, reason):
-    refused = schedule.from_fields(RingGemmSchedule, vars(FORMS["128x256"]) | changed)
+    refused = schedule.from_fields(RingGemmSchedule, vars(FORMS["128x256x4"]) | changed)
     found = list(limits._on_cuda(SM90, "gemm_sm90", BF16, refused, 0))
     assert any(reason in violation for violation in found), found
 
 
 def test_switches_of_a_table_are_true_or_false():
     with pytest.raises(ValueError, match="ping_pong is 1: expected true or false"):
-        schedule.from_fields(RingGemmSchedule, vars(FORMS["128x256"]) | {"ping_pong": 1})
+        schedule.from_fields(RingGemmSchedule, vars(FORMS["128x256x4"]) | {"ping_pong": 1})
 
 
 def test_which_products_it_takes():
@@ -144,7 +155,7 @@ def lowered(chosen, n=768, k=768, epilogue=EPILOGUES["gelu_tanh"], ahead=True):
     return lower_once(gemm_sm90_kernel, SM90, *static)
 
 
-@pytest.mark.parametrize("form", ["128x256", "128x128", "64x64", "ping_pong", "deep"])
+@pytest.mark.parametrize("form", STORES)
 def test_it_is_warp_specialised_and_asynchronous(form):
     chosen = FORMS[form]
     source, shared = lowered(chosen)
@@ -157,9 +168,10 @@ def test_it_is_warp_specialised_and_asynchronous(form):
     assert source.count("wgmma_ss<") == chosen.groups  # code of each group
 
 
-@on_forms
-def test_the_16_bit_tile_goes_to_memory_behind_barriers(chosen):
+@pytest.mark.parametrize("form", STORES)
+def test_the_16_bit_tile_goes_to_memory_behind_barriers(form):
     """No thread writes where others still read, or TMA reads where they still write."""
+    chosen = FORMS[form]
     source, _ = lowered(chosen)
     barrier = r"__sync_thread_partial\(\d+, \d+\);"
     stores = r"(?:stmatrix|_local_cast(?:_\d+)? \+ 0\) = )"
@@ -175,7 +187,7 @@ def test_the_16_bit_tile_goes_to_memory_behind_barriers(chosen):
 
 @pytest.mark.parametrize("n", [768, 1600], ids=["whole_tiles", "a_tail"])
 def test_residual_and_float32_results_go_by_vectors(n):
-    for chosen in (FORMS["128x128"], FORMS["64x64"]):
+    for chosen in (FORMS["128x128x3"], FORMS["64x64x6"]):
         source, _ = lowered(chosen, n, 768, EPILOGUES["all"])
         for tensor, vector in (("R", "float2"), ("C", "float2"), ("bias", "uint1")):
             assert re.search(rf"\*\({vector}\*\)\({tensor} \+", source)
@@ -186,7 +198,7 @@ def test_residual_and_float32_results_go_by_vectors(n):
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_only_weights_are_read_before_earlier_kernels_end(ahead):
-    source, _ = lowered(FORMS["128x128"], ahead=ahead)
+    source, _ = lowered(FORMS["128x128x3"], ahead=ahead)
     body = source[source.index("cudaTriggerProgrammaticLaunchCompletion") :]
     computing, loading = re.split(r"\n  \} else \{\n", body)
     sync = "cudaGridDependencySynchronize"

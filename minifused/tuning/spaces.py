@@ -90,7 +90,7 @@ def _ring_forms(panels: tuple[int, ...]) -> Iterator[RingGemmSchedule]:
     for stages, swizzle in product((3, 4, 5), panels):
         for m, n in (*((128, n) for n in range(112, 272, 16)), (256, 96), (256, 112), (256, 128)):
             yield from _stores(RingGemmSchedule(m, n, stages, 2, 1, SMS, False, swizzle, 240))
-        for m, n in ((128, 128), (64, 256), (64, 192)):
+        for m, n in ((128, 128), (128, 160), (128, 192), (64, 256), (64, 192)):
             yield from _stores(RingGemmSchedule(m, n, stages, 2, 1, SMS, True, swizzle, 240))
 
 
