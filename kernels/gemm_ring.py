@@ -54,25 +54,28 @@ def place(at, index, schedule: RingGemmSchedule, m, n):
 
 
 @T.macro
-def load_weights_ahead(r: Ring, col):
+def load_weights_ahead(r: Ring, col, first=0):
     """Ask for W of the first steps, before anything that a kernel may still write is read."""
     for i in T.serial(min(r.steps, r.schedule.num_stages)):
-        load_step(r.W, col, i, r.W_slots, r.full, r.slot(i), 0)
+        load_step(r.W, col, first + i, r.W_slots, r.full, r.slot(i), 0)
 
 
 @T.macro
-def load(r: Ring, row, col, begin, ahead):
-    """Ask for the steps of a tile of C; `begin` steps came before, and the first may be ahead."""
+def load(r: Ring, row, col, begin, ahead, first=0):
+    """Ask for the steps of a tile of C through K, from `first` on.
+
+    `begin` steps came before, and the first weights may be ahead.
+    """
     for ko in T.serial(r.steps):
         i = begin + ko
         slot = r.slot(i)
         T.barrier_wait(r.free[slot], r.turn(i) ^ 1)  # at first all are free
         if ahead:
             if i >= min(r.steps, r.schedule.num_stages):
-                load_step(r.W, col, ko, r.W_slots, r.full, slot, 0)
+                load_step(r.W, col, first + ko, r.W_slots, r.full, slot, 0)
         else:
-            load_step(r.W, col, ko, r.W_slots, r.full, slot, 0)
-        load_step(r.A, row, ko, r.A_slots, r.full, slot, 1)
+            load_step(r.W, col, first + ko, r.W_slots, r.full, slot, 0)
+        load_step(r.A, row, first + ko, r.A_slots, r.full, slot, 1)
 
 
 @T.macro

@@ -9,6 +9,7 @@ with `ping_pong`, of another warpgroup of the block.
 import tilelang.language as T
 
 from minifused.kernels.gemm_finish import (
+    UNCHECKED,
     Output,
     begin_tile,
     finish_tile,
@@ -24,13 +25,11 @@ from minifused.kernels.gemm_ring import (
     multiply,
     place,
 )
+from minifused.kernels.gemm_sm90_split import gemm_sm90_split_kernel
 from minifused.kernels.limits import PRODUCER_REGISTERS, residual_ahead, stores_through_ring
 from minifused.kernels.row_lanes import FAST_MATH
 from minifused.kernels.schedule import RingGemmSchedule
 from minifused.kernels.tile import Tile
-
-# Which elements there are is asked here: TileLang would ask of each, one by one.
-UNCHECKED = {"tl.disable_safe_memory_legalize": True}
 
 
 @T.macro
@@ -64,6 +63,10 @@ def gemm_sm90_kernel(
     A, W and bias have `dtype`, 16 bits, R and C `out_dtype`; sums are float32. `ahead` reads W
     before the kernels launched earlier have ended.
     """
+    if schedule.splits > 1:
+        return gemm_sm90_split_kernel(
+            tile, n, k, dtype, out_dtype, activation, has_bias, has_residual, ahead, schedule
+        )
     block_m, block_n, block_k = schedule.block_m, schedule.block_n, schedule.block_k
     stages, groups = schedule.num_stages, schedule.groups
     consumers = schedule.consumers * WARPGROUP

@@ -11,6 +11,7 @@ PRODUCTS = 2048  # multiply-adds an SM does a clock
 SM_BYTES = 55  # that it gets a clock
 FIRST_BYTES = 1500  # clocks from a launch to the first product
 END = 2000  # clocks at the end of a tile, and one for each 8 elements
+CLUSTER_SUM = 0.75  # clocks an element of a tile, to read it from all blocks of a cluster
 L2_MATRIX = 16 << 20  # bytes of A that stay in L2
 
 _WIDE = RingGemmSchedule(128, 256, 4, 2, resident=SMS, registers=240, store_columns=128)
@@ -30,6 +31,9 @@ FORMS = (
     RingGemmSchedule(128, 64, 4, 2, min_blocks=2),
     RingGemmSchedule(64, 128, 4, 1, min_blocks=2),
     RingGemmSchedule(64, 64, 6, 1, min_blocks=2),
+    RingGemmSchedule(64, 96, 8, 1, splits=2),
+    RingGemmSchedule(64, 128, 8, 1, splits=4),
+    RingGemmSchedule(128, 128, 5, 2, splits=4),
 )
 
 
@@ -48,10 +52,11 @@ def _rule(m: int, n: int, k: int) -> RingGemmSchedule:
 def clocks(s: RingGemmSchedule, m: int, n: int, k: int) -> float:
     """About how long a product takes."""
     area, tiles = s.block_m * s.block_n, -(-m // s.block_m) * -(-n // s.block_n)
-    rounds, steps = -(-tiles // SMS), -(-k // s.block_k)
+    rounds, steps = -(-tiles * s.splits // SMS), -(-k // (s.block_k * s.splits))
     loads = (s.block_m + s.block_n) * s.block_k * 2 / SM_BYTES
     step = max(area * s.block_k / PRODUCTS, loads)
     # Beside another block on the SM, or another group, the end of a tile costs nothing, but for the
     # last.
     ends = 1 if s.min_blocks > 1 or s.ping_pong else rounds
-    return FIRST_BYTES + rounds * steps * step + ends * (END + area / 8)
+    exchange = CLUSTER_SUM * area if s.splits > 1 else 0
+    return FIRST_BYTES + rounds * steps * step + ends * (END + area / 8 + exchange)

@@ -76,6 +76,8 @@ def shared_memory(tile: Tile, kernel: str, dtype: str, schedule: Any, head_dim: 
         return _rows_bytes(item, schedule) if schedule.held else _ring_bytes(item, schedule)
     if kernel == "gemm_sm90":
         item = ITEM_BYTES[dtype]
+        if schedule.splits > 1:
+            return _ring_bytes(item, schedule) + 4 * schedule.block_m * (schedule.block_n + 4)
         staged = 0 if stores_through_ring(schedule) else item * schedule.groups
         return _ring_bytes(item, schedule) + staged * schedule.block_m * schedule.store_n
     if kernel == "flash_attention":
@@ -339,6 +341,8 @@ def _ring_gemm_warps(s: RingGemmSchedule) -> Iterator[str]:
         yield f"tiles are of {rows} rows, of columns by 16 up to 256, and 64 deep, or multiples"
     if s.store_columns and (s.store_columns % CHUNK or s.block_n % s.store_columns):
         yield f"{s.store_columns} columns stored at a time: expected a divisor, by {CHUNK}"
+    if s.splits not in (1, 2, 4, 8) or (s.splits > 1 and (s.resident or s.registers)):
+        yield f"{s.splits} blocks share K: expected 1, 2, 4 or 8, not resident, of equal warps"
     if s.ping_pong and not (s.resident and s.consumers > 1):
         yield "only resident blocks of several warpgroups have these take turns"
     wanted = s.registers or launch_registers(s)

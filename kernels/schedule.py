@@ -122,6 +122,7 @@ class RingGemmSchedule:
     registers: int = 0  # of a thread that computes, handed over by those that load; 0: none are
     block_k: int = 64
     store_columns: int = 0  # of a tile, that a resident block stores at a time, 0: all
+    splits: int = 1  # blocks of a cluster, which share K, and then the rows of a tile
 
     @property
     def store_n(self) -> int:

@@ -26,7 +26,10 @@ SM90 = Tile("sm_90a")
 
 
 def name_of(s):
-    return f"{s.block_m}x{s.block_n}x{s.num_stages}" + (" in turns" if s.ping_pong else "")
+    sizes = f"{s.block_m}x{s.block_n}x{s.num_stages}"
+    return (
+        sizes + (" in turns" if s.ping_pong else "") + (f" by {s.splits}" if s.splits > 1 else "")
+    )
 
 
 FORMS = {name_of(s): s for s in gemm_sm90_rule.FORMS}
@@ -72,7 +75,7 @@ def test_rows_of_a_bucket_share_a_schedule():
 @pytest.mark.parametrize(("n", "k"), [(768, 768), (768, 3072), (1600, 1600)])
 def test_few_rows_are_spread_over_many_blocks(m, n, k):
     s = gemm_sm90_rule.ring_gemm_schedule(SM90, m, n, k, BF16)
-    assert -(-m // s.block_m) * -(-n // s.block_n) >= 48
+    assert -(-m // s.block_m) * -(-n // s.block_n) * s.splits >= 48
 
 
 @pytest.mark.parametrize(
@@ -85,9 +88,12 @@ def test_few_rows_are_spread_over_many_blocks(m, n, k):
         (4096, 768, 768, "128x192x4"),  # 128 tiles: one round
         (4096, 1600, 6400, "128x208x4"),  # so deep that the ends do not count, but rounds do
         (4096, 4096, 4096, "128x256x4"),
+        (256, 768, 3072, "64x128x8 by 4"),  # 24 tiles of 48 steps
+        (512, 768, 3072, "64x96x8 by 2"),
+        (256, 768, 768, "64x64x6"),  # so shallow that sums over a cluster cost more
     ],
 )
-def test_tiles_are_as_wide_as_rounds_are_full_and_take_turns_in_several(m, n, k, form):
+def test_the_form_goes_by_rounds_their_ends_and_depth(m, n, k, form):
     with schedule_table.rules_only():
         chosen = gemm_sm90_rule.ring_gemm_schedule(SM90, m, n, k, BF16)
     assert name_of(chosen) == form
@@ -112,6 +118,8 @@ def test_forms_break_no_limit(chosen):
         ({"min_blocks": 2}, "do not fit on an SM"),
         ({"registers": 0, "min_blocks": 2}, "sums a thread"),
         ({"resident": 0, "ping_pong": True}, "take turns"),
+        ({"splits": 3}, "share K"),
+        ({"splits": 2}, "not resident"),
     ],
     ids=str,
 )
@@ -183,6 +191,20 @@ def test_the_16_bit_tile_goes_to_memory_behind_barriers(form):
         waits = rf"tma_store_wait<0, true>\(\);\s*tl::{barrier}"
         assert len(re.findall(waits, source)) == turns
     assert not re.search(r"__syncthreads", source[source.index("cudaTrigger") :])
+
+
+def test_blocks_that_share_k_meet_before_they_read_each_others_sums_and_before_they_end():
+    chosen = FORMS["64x96x8 by 2"]
+    source, shared = lowered(chosen, 1600, 3072, EPILOGUES["all"])
+    assert shared == limits.shared_memory(SM90, "gemm_sm90", BF16, chosen)
+    body = source[source.index("cudaTriggerProgrammaticLaunchCompletion") :]
+    products, sums, end = body.split("tl::cluster_sync();")
+    assert "wait_wgmma<0>" in products and re.search(r"\bsums\) \+.* = ", products)
+    assert "add_from_cluster" not in products and sums.count("add_from_cluster") == 1
+    stores = re.findall(r"^ *\*\(float4\*\)\(C \+ .*\) = ", sums, re.MULTILINE)
+    assert len(stores) == 1 and "(C + " not in products + end and "atomic" not in source
+    for other in ("tma_load(W_desc", "tma_load(A_desc"):
+        assert "blockIdx.x) & 1) * 1536" in products[products.index(other) :].split(";")[0]
 
 
 @pytest.mark.parametrize("n", [768, 1600], ids=["whole_tiles", "a_tail"])

@@ -87,6 +87,8 @@ def _ring_forms(panels: tuple[int, ...]) -> Iterator[RingGemmSchedule]:
     for m, n, stages in product((64, 128), range(48, 208, 16), (3, 4, 6, 8)):
         for blocks in (1, 2, 3):
             yield RingGemmSchedule(m, n, stages, m // 64, blocks, swizzle=panels[-1])
+    for m, n, stages, splits in product((64, 128), range(64, 144, 16), (4, 5, 6, 8), (2, 4)):
+        yield RingGemmSchedule(m, n, stages, m // 64, splits=splits)
     for stages, swizzle in product((3, 4, 5), panels):
         for m, n in (*((128, n) for n in range(112, 272, 16)), (256, 96), (256, 112), (256, 128)):
             yield from _stores(RingGemmSchedule(m, n, stages, 2, 1, SMS, False, swizzle, 240))
