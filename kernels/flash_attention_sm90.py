@@ -17,8 +17,9 @@ from minifused.kernels.flash_attend import Fragments, first_turn
 from minifused.kernels.flash_pieces import one_after_another, only_one
 from minifused.kernels.flash_rings import WARPGROUP, Rings, load_pieces
 from minifused.kernels.flash_steps import LANES
-from minifused.kernels.flash_work import Pieces, share
+from minifused.kernels.flash_work import Pieces
 from minifused.kernels.limits import PRODUCER_REGISTERS
+from minifused.kernels.rings import share
 from minifused.kernels.row_lanes import FAST_MATH
 from minifused.kernels.schedule import FlashSchedule
 from minifused.kernels.tile import Tile

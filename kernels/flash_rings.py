@@ -6,14 +6,10 @@ from typing import Any
 import tilelang.language as T
 
 from minifused.kernels.flash_work import Pieces, find
+from minifused.kernels.rings import place_in
 from minifused.kernels.schedule import FlashSchedule
 
 WARPGROUP = 128
-
-
-def place_in(slots: int, i):
-    """The slot of a ring that its i-th load goes to, and which phase of the barriers it is."""
-    return T.truncmod(i, slots), T.truncmod(T.truncdiv(i, slots), 2)
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,6 @@ class Pieces:
     count: Any
 
 
-def share(pieces, first, step):
-    """How many of so many pieces of work the thread block has whose first one is `first`."""
-    return T.truncdiv(pieces - first + step - 1, step)
-
-
 def place(index, blocks, heads_in_all, together, last_first):
     """Of the index-th piece of work: which head of the batch, and which block of its queries.
 

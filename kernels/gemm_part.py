@@ -13,9 +13,7 @@ class Part(NamedTuple):
     """Rows of a tile, and which vectors of them are whose: pieces of a thread, side by side."""
 
     schedule: RingGemmSchedule
-    threads: int
-    m: Any
-    n: int
+    out: Output
     tile: Any  # its row and column, in tiles
     rank: Any  # of the block in its cluster
 
@@ -25,15 +23,15 @@ class Part(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        return -(-self.rows * self.schedule.block_n // (VECTOR * self.threads))
+        return -(-self.rows * self.schedule.block_n // (VECTOR * self.out.threads))
 
     def at(self, tx, piece):
         """The row of the tile, and the first column."""
-        index, vectors = piece * self.threads + tx, self.schedule.block_n // VECTOR
+        index, vectors = piece * self.out.threads + tx, self.schedule.block_n // VECTOR
         return self.rank * self.rows + index // vectors, index % vectors * VECTOR
 
     def is_of_block(self, tx, piece):
-        return piece * self.threads + tx < self.rows * self.schedule.block_n // VECTOR
+        return piece * self.out.threads + tx < self.rows * self.schedule.block_n // VECTOR
 
     def of_matrix(self, tx, piece, e=0):
         """An element of a piece: TileLang sees that vectors are aligned if it is not named."""
@@ -41,23 +39,24 @@ class Part(NamedTuple):
         return self.tile[0] * s.block_m + j, self.tile[1] * s.block_n + i + e
 
     def is_of_matrix(self, tx, piece):
-        row, col = self.of_matrix(tx, piece)
-        return T.And(self.is_of_block(tx, piece), T.And(row < self.m, col < self.n))
+        (row, col), (m, n) = self.of_matrix(tx, piece), self.out.C.shape
+        return T.And(self.is_of_block(tx, piece), T.And(row < m, col < n))
 
 
 @T.macro
-def load_residual(part: Part, out: Output, residual, tx):
-    if out.R is not None:
+def load_residual(part: Part, residual, tx):
+    R = part.out.R
+    if R is not None:
         for piece in T.unroll(part.pieces):
             if part.is_of_matrix(tx, piece):
                 for e in T.vectorized(VECTOR):
-                    residual[piece, e] = out.R[part.of_matrix(tx, piece, e)]
+                    residual[piece, e] = R[part.of_matrix(tx, piece, e)]
 
 
 @T.macro
-def finish_part(part: Part, out: Output, sums, residual, tx):
+def finish_part(part: Part, sums, residual, tx):
     """C = act(sums of all blocks + bias) + residual."""
-    x = T.alloc_local((part.pieces, VECTOR), "float32")
+    out, x = part.out, T.alloc_local((part.pieces, VECTOR), "float32")
     for piece in T.unroll(part.pieces):  # all are asked for before one is used
         if part.is_of_block(tx, piece):
             sum_over_cluster(x, piece, sums, part.at(tx, piece), part.schedule.splits)

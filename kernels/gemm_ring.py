@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from minifused.kernels.ring_load import load_step
+from minifused.kernels.rings import load_step, place_in
 from minifused.kernels.schedule import RingGemmSchedule
 
 WARPGROUP = 128
@@ -28,10 +28,10 @@ class Ring(NamedTuple):
     steps: int  # of a tile of C
 
     def slot(self, i):
-        return T.truncmod(i, self.schedule.num_stages)
+        return place_in(self.schedule.num_stages, i)[0]
 
     def turn(self, i):
-        return T.truncmod(T.truncdiv(i, self.schedule.num_stages), 2)
+        return place_in(self.schedule.num_stages, i)[1]
 
 
 @T.macro

@@ -27,6 +27,7 @@ from minifused.kernels.gemm_ring import (
 )
 from minifused.kernels.gemm_sm90_split import gemm_sm90_split_kernel
 from minifused.kernels.limits import PRODUCER_REGISTERS, residual_ahead, stores_through_ring
+from minifused.kernels.rings import share
 from minifused.kernels.row_lanes import FAST_MATH
 from minifused.kernels.schedule import RingGemmSchedule
 from minifused.kernels.tile import Tile
@@ -89,7 +90,7 @@ def gemm_sm90_kernel(
             staged = T.alloc_shared((block_m, schedule.store_n), out_dtype)
         at = T.alloc_local((2,), "int32")
         first_turn(r, group)
-        for u in T.serial(T.truncdiv(trips - group + groups - 1, groups)):
+        for u in T.serial(share(trips, group, groups)):
             t = u * groups + group
             place(at, bx + t * grid, schedule, m, n)
             begin_tile(out, acc, b, at[1])
@@ -134,7 +135,7 @@ def gemm_sm90_kernel(
             )  # fmt: skip
             tx = T.get_thread_binding()
             tile.pdl_trigger()
-            trips = T.truncdiv(tiles - bx + grid - 1, grid) if schedule.resident else 1
+            trips = share(tiles, bx, grid) if schedule.resident else 1
             parts = compute, produce, r, out, tx, bx, trips
             roles(tile, schedule, parts, 0)
 

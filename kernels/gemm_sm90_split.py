@@ -77,20 +77,20 @@ def gemm_sm90_split_kernel(
                 tile, activation, bias if has_bias else None, R if has_residual else None, C, None,
                 threads,
             )  # fmt: skip
-            part = Part(schedule, threads, m, n, at, rank)
+            part = Part(schedule, out, at, rank)
             residual = T.alloc_local((part.pieces, VECTOR), out_dtype)
             place(at, block // splits, schedule, m, n)
             tile.pdl_trigger()
             if tx < threads:
                 tile.pdl_sync()
-                load_residual(part, out, residual, tx)
+                load_residual(part, residual, tx)
                 compute(r, sums, tx)
             else:
                 if tx < threads + WARP:
                     produce(r, at, rank)
             T.cluster_sync()
             if tx < threads:
-                finish_part(part, out, sums, residual, tx)
+                finish_part(part, sums, residual, tx)
             T.cluster_sync()  # others may still read what is here
 
     return gemm_sm90_split

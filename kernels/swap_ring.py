@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-from minifused.kernels.ring_load import load_step
+from minifused.kernels.rings import load_step
 from minifused.kernels.schedule import SwapSchedule
 
 

@@ -10,7 +10,8 @@ from test_attention import check
 
 from minifused import ops
 from minifused.kernels import build, flash_attention, flash_attention_sm90, limits, schedule
-from minifused.kernels.flash_work import place, share
+from minifused.kernels.flash_work import place
+from minifused.kernels.rings import share
 from minifused.kernels.tile import Tile
 
 SM90 = Tile("sm_90a")

@@ -19,7 +19,7 @@ from minifused.benchmark.records import Spread
 from minifused.errors import UserError, run_cli
 from minifused.inspection import Case, lower
 from minifused.kernels import limits, schedule, schedule_table
-from minifused.kernels.schedule import GemmSchedule, RowSchedule
+from minifused.kernels.schedule import GemmSchedule, RingGemmSchedule, RowSchedule
 from minifused.kernels.tile import CPU, Tile
 from minifused.tuning import report, worker
 from minifused.tuning.journal import Journal
@@ -342,6 +342,9 @@ def test_how_a_grid_fills_a_gpu():
     assert occupancy(task, small, 132).blocks_an_sm == 233472 // (49152 + 1024)
     assert occupancy(task, small, 132, registers=168).blocks_an_sm == 65536 // (168 * 256)
     assert occupancy(task, small, None).waves is None
+    for splits, blocks in ((1, 512), (4, 2048)):
+        shared = RingGemmSchedule(64, 128, 4, 1, splits=splits)
+        assert occupancy(gpu_task("gemm_sm90", GEMM), shared, 132).blocks == blocks
 
 
 @pytest.mark.parametrize(("n", "blocks"), [(2048, 3), (1001, 9), (2056, 9)])

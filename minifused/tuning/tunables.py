@@ -67,6 +67,10 @@ def _linear_blocks(w: LinearWorkload, s: Any) -> int:
     return _ceil(w.m, s.block_m) * _ceil(w.n, s.block_n)
 
 
+def _ring_gemm_blocks(w: LinearWorkload, s: Any) -> int:
+    return _linear_blocks(w, s) * s.splits
+
+
 def _swap_blocks(w: LinearWorkload, s: Any) -> int:
     return _ceil(w.m, s.block_m) * _ceil(w.n, s.block_n * s.tiles)
 
@@ -216,7 +220,7 @@ TUNABLES = {
         ),
         Tunable(
             "gemm_sm90", "linear", RECIPES["gemm_sm90"], spaces.ring_gemm, _gemm_bucket,
-            _linear_arguments, _linear_blocks, _MNK, _square,
+            _linear_arguments, _ring_gemm_blocks, _MNK, _square,
         ),
         Tunable(
             "skinny_gemm", "linear", RECIPES["skinny_gemm"], spaces.skinny_gemm, _skinny_bucket,

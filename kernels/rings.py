@@ -1,6 +1,16 @@
-"""A load of a ring of tiles in shared memory: what gemm_sm90 and swap_gemm have in common."""
+"""What kernels have in common whose tiles go through a ring in shared memory."""
 
 import tilelang.language as T
+
+
+def place_in(slots: int, i):
+    """The slot of a ring that its i-th load goes to, and which phase of the barriers it is."""
+    return T.truncmod(i, slots), T.truncmod(T.truncdiv(i, slots), 2)
+
+
+def share(pieces, first, step):
+    """How many of so many pieces of work are first, first + step, …"""
+    return T.truncdiv(pieces - first + step - 1, step)
 
 
 @T.macro
