@@ -15,16 +15,18 @@ from minifused.kernels.build import compile_kernel, tile_for
 from minifused.kernels.draw_token import NUM_THREADS, Segments, draw_macro
 from minifused.kernels.philox import philox_uniform
 from minifused.kernels.row_softmax_split import piece_columns
+from minifused.kernels.schedule import next_power_of_2
 from minifused.kernels.tile import Tile
 
 
 def choose_token_kernel(
     tile: Tile, n: int, valid: int, greedy: bool, eos: int, advances: bool,
-    pieces: tuple[int, int] | None = None,
+    pieces: tuple[int, int] | None = None, parts: int | None = None,
 ):  # fmt: skip
     """Build the choice among the first `valid` columns of P (b, n), float32; b is dynamic.
 
-    `greedy` takes the first maximum of P, which may be logits; otherwise P are probabilities, all
+    `greedy` takes the first maximum of P, which may be logits, with `parts` by K (b, parts, 2), the
+    peaks that a product leaves of its row (see swap_peaks.py); otherwise P are probabilities, all
     NaN where there are none to draw from, and the token is drawn with the random number of (seed,
     samples[b], starts[b] + steps[b]); with `pieces` = (count, columns) by M (b, count), the masses
     that row_softmax_split leaves of P. It goes to tokens[b] and to row steps[b] of `chosen`;
@@ -34,13 +36,16 @@ def choose_token_kernel(
     """
     batch, capacity = T.dynamic("batch"), T.dynamic("capacity")
     segments = Segments.of_warps(valid) if pieces is None else Segments(*pieces, given=True)
-    draw, argmax = draw_macro(valid, segments), argmax_macro(valid)
+    # Parts are a power of 2 wide, and fewer than that have no other width.
+    width = next_power_of_2(-(-n // parts)) if parts else None
+    draw, argmax = draw_macro(valid, segments), argmax_macro(valid, width)
     count = 1 if pieces is None else pieces[0]
 
     @T.prim_func
     def choose_token(
         P: T.Tensor((batch, n), "float32"),
         M: T.Tensor((batch, count), "int64"),
+        K: T.Tensor((batch, parts or 1, 2), "float32"),
         seed: T.Tensor((1,), "int64"),
         samples: T.Tensor((batch,), "int64"),
         starts: T.Tensor((batch,), "int32"),
@@ -63,7 +68,7 @@ def choose_token_kernel(
             tile.pdl_sync()
             step[0] = steps[row]
             if greedy:
-                argmax(P, row, tx, token, top)
+                argmax(P, K, row, tx, token, top)
             else:
                 top[0] = P[row, T.min(tx, valid - 1)]  # all of a row is NaN, or none
                 position = T.cast(starts[row], "int64") + step[0]
@@ -88,10 +93,10 @@ def choose_token_kernel(
 @functools.cache
 def _select(
     device: torch.device, n: int, valid: int, greedy: bool, eos: int, advances: bool,
-    pieces: tuple[int, int] | None,
+    pieces: tuple[int, int] | None, parts: int | None,
 ) -> Callable[..., None]:  # fmt: skip
-    tile = tile_for(device)
-    return compile_kernel(choose_token_kernel, tile, n, valid, greedy, eos, advances, pieces)
+    static = n, valid, greedy, eos, advances, pieces, parts
+    return compile_kernel(choose_token_kernel, tile_for(device), *static)
 
 
 def choose_token(
@@ -107,19 +112,22 @@ def choose_token(
     going: Tensor,
     lengths: Tensor | None,
     masses: Tensor | None = None,
+    peaks: Tensor | None = None,
 ) -> None:
     """Choose from scores (b, n): the largest, or drawn with `random` numbers; see the builder.
 
     random: seed (1,) and samples (b,) int64, starts (b,) int32. chosen (capacity, b) int64, finite
     (capacity, b) bool, steps and tokens (b,) int64, left, going and lengths (b,) int32; all
-    contiguous. masses: what row_softmax has left of these probabilities, if it has.
+    contiguous. masses: what row_softmax has left of these probabilities, if it has. peaks: what the
+    product has left of these scores, if it has.
     """
     greedy, advances = random is None, lengths is not None
     n = scores.shape[1]
     pieces = None if masses is None else (masses.shape[1], piece_columns(n))
-    kernel = _select(scores.device, n, valid, greedy, eos, advances, pieces)
+    parts = peaks.shape[1] if greedy and peaks is not None else None
+    kernel = _select(scores.device, n, valid, greedy, eos, advances, pieces, parts)
     seed, samples, starts = random or (None, None, None)
     kernel(
-        scores, masses, seed, samples, starts, steps, chosen, finite.view(torch.uint8), tokens,
+        scores, masses, peaks if parts else None, seed, samples, starts, steps, chosen, finite.view(torch.uint8), tokens,
         left, going, lengths,
     )  # fmt: skip

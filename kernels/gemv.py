@@ -8,6 +8,7 @@ from torch import Tensor
 
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
 from minifused.kernels.gemv_kernel import gemv_kernel
+from minifused.kernels.gemv_output import peak_width
 from minifused.kernels.gemv_row import VECTOR
 from minifused.kernels.schedule import gemv_schedule
 
@@ -25,11 +26,13 @@ def _select(
     parts: tuple[int, int] | None,
     cached: bool,
     ahead: bool,
+    valid: int | None,
 ) -> Callable[..., None]:
     tile, (dtype, out_dtype) = tile_for(device), map(dtype_name, dtypes)
     schedule = gemv_schedule(tile, *sizes, dtype, eps is not None)
     return compile_kernel(
-        gemv_kernel, tile, *sizes, dtype, out_dtype, *epilogue, eps, parts, cached, ahead, schedule
+        gemv_kernel, tile, *sizes, dtype, out_dtype, *epilogue, eps, parts, cached, ahead, schedule,
+        valid,
     )
 
 
@@ -38,6 +41,12 @@ def takes(rows: int, weight: Tensor) -> bool:
     fits = rows == 1 and weight.itemsize == 2 and weight.shape[1] % VECTOR == 0
     fits = fits and weight.is_cuda and weight.shape[1] <= MAX_COLUMNS
     return fits and tile_for(weight.device).capability >= 80
+
+
+def part_width(weight: Tensor) -> int:
+    """Columns of a part of the peaks of a layer norm's product; the last part may be narrower."""
+    tile, dtype = tile_for(weight.device), dtype_name(weight.dtype)
+    return peak_width(gemv_schedule(tile, *weight.shape, dtype, True).block_n)
 
 
 def norm_sums(gain: Tensor, shift: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,6 +69,7 @@ def gemv(
     parts: tuple[Tensor, Tensor] | None = None,
     caches: tuple[Tensor, Tensor, Tensor] | None = None,
     ahead: bool = False,
+    peaks: tuple[Tensor, int] | None = None,
 ) -> None:
     """Write act(x' @ weight (n, k)^T + bias) + residual (1, n) to out (1, n), all contiguous.
 
@@ -70,6 +80,7 @@ def gemv(
         caches: keys and values (1, capacity, h, d) and positions (1,) int32, if out is a packed
             query, key and value of which the latter two are to be kept.
         ahead: no kernel that may still run writes weight, bias, gain or sums.
+        peaks: as for swap_gemm, of ceil(n / part_width(weight)) parts, of the layer norm's product.
     """
     n, k = weight.shape
     gain, sums, eps = norm or (None, None, None)
@@ -79,8 +90,10 @@ def gemv(
         weight.device, (n, k), (weight.dtype, out.dtype),
         (activation, bias is not None, residual is not None),
         eps, None if o is None else (o.shape[2], o.shape[3]), caches is not None, ahead,
+        None if peaks is None else peaks[1],
     )  # fmt: skip
     gain = gain if gain is None else gain.view(1, k)
     if keys is not None and values is not None:
         keys, values = keys.view(1, -1, n // 3), values.view(1, -1, n // 3)
-    kernel(x, o, ml, gain, sums, weight, bias, residual, out, positions, keys, values)
+    of_parts = None if peaks is None else peaks[0].view(1, -1)
+    kernel(x, o, ml, gain, sums, weight, bias, residual, out, positions, keys, values, of_parts)

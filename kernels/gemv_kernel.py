@@ -13,7 +13,16 @@ layer of GPT-2 XL took as long to multiply as to read.
 
 import tilelang.language as T
 
-from minifused.kernels.gemv_output import CHAINS, LANES, dot, finish, gather, keep
+from minifused.kernels.gemv_output import (
+    CHAINS,
+    LANES,
+    dot,
+    finish,
+    gather,
+    keep,
+    peak_width,
+    write_peaks,
+)
 from minifused.kernels.gemv_row import (
     CHUNK,
     FLOATS,
@@ -23,6 +32,7 @@ from minifused.kernels.gemv_row import (
     merge_splits,
     norm_row,
 )
+from minifused.kernels.row_lanes import FAST_MATH
 from minifused.kernels.schedule import GemvSchedule
 from minifused.kernels.tile import Tile
 
@@ -30,7 +40,7 @@ from minifused.kernels.tile import Tile
 def gemv_kernel(
     tile: Tile, n: int, k: int, dtype: str, out_dtype: str, activation: str | None, has_bias: bool,
     has_residual: bool, eps: float | None, parts: tuple[int, int] | None, cached: bool, ahead: bool,
-    schedule: GemvSchedule,
+    schedule: GemvSchedule, valid: int | None = None,
 ):  # fmt: skip
     """Build Y (1, n) = act(x @ W (n, k)^T + bias (n)) + R (1, n).
 
@@ -40,7 +50,8 @@ def gemv_kernel(
     With `cached`, Y is a packed query, key and value, and the latter two also go to row
     positions[0] of the caches (1, capacity, n / 3), if there is such a row. `ahead` reads W, bias,
     gain and sums before the kernels launched earlier have ended. X, W, bias and gain have `dtype`,
-    R and Y `out_dtype`, the others float32.
+    R and Y `out_dtype`, the others float32. `valid`: also write the `peaks` (1, 2 * parts), float32,
+    of the first `valid` columns of Y (float32), of parts of peak_width(block_n): see swap_peaks.py.
     """
     block_n, warp_n, split_k = schedule.block_n, schedule.warp_n, schedule.split_k
     chunks, num_threads = -(-k // (split_k * CHUNK)), schedule.num_threads
@@ -63,6 +74,7 @@ def gemv_kernel(
         positions: T.Tensor((1,), "int32"),
         K_cache: T.Tensor((1, capacity, width), out_dtype),
         V_cache: T.Tensor((1, capacity, width), out_dtype),
+        peaks: T.Tensor((1, 2 * -(-n // peak_width(block_n))), "float32"),
     ):
         with T.Kernel(T.ceildiv(n, block_n), threads=num_threads) as bx:
             tx = T.get_thread_binding()
@@ -84,6 +96,7 @@ def gemv_kernel(
             x_shared = T.alloc_shared((1, k if in_shared else 1), dtype, scope="shared")
             dots = T.alloc_shared((split_k, block_n), "float32", scope="shared")
             moments = T.alloc_shared((num_threads // 32, 2), "float32", scope="shared")
+            T.annotate_compile_flags(FAST_MATH)
             T.annotate_min_blocks_per_sm(schedule.min_blocks)
             if not cached:
                 tile.pdl_trigger()
@@ -119,5 +132,7 @@ def gemv_kernel(
                 finish(tile, total, row, activation, has_bias, added, has_residual, residual, Y)
                 if cached:
                     keep(total[0], row, position[0], K_cache, V_cache)
+            if valid:
+                write_peaks(total, bx * block_n, valid, block_n, tx, peaks)
 
     return gemv

@@ -1,7 +1,10 @@
 """What gemv makes of its row and its weights once it has them, as macros of a warp or a block."""
 
+import math
+
 import tilelang.language as T
 
+from minifused.kernels.decode_lanes import sum_over_lanes
 from minifused.kernels.epilogue import activate
 from minifused.kernels.gemv_row import VECTOR
 
@@ -81,3 +84,31 @@ def keep(value, row, position, K_cache, V_cache):
             V_cache[0, position, row - 2 * width] = T.cast(value, V_cache.dtype)
         elif row >= width:
             K_cache[0, position, row - width] = T.cast(value, K_cache.dtype)
+
+
+def peak_width(block_n: int) -> int:
+    """Columns of a part of what write_peaks leaves: neighbours in a warp, a power of 2."""
+    return math.gcd(block_n, 32)
+
+
+@T.macro
+def write_peaks(value, first, valid, block_n, tx, peaks):
+    """Of each part of the block's results, from row `first` on, the peak and the sum.
+
+    value is of row first + tx, for the first block_n threads; see swap_peaks.py.
+    """
+    width = peak_width(block_n)
+    if tx < -(-block_n // 32) * 32:  # whole warps
+        x = T.alloc_local((1,), "float32")
+        top = T.alloc_local((1,), "float32")
+        row, part = first + tx, (first + tx) // width
+        x[0] = T.if_then_else(T.And(tx < block_n, row < valid), value[0], -T.infinity("float32"))
+        top[0] = x[0]
+        for bit in T.unroll(int(math.log2(width))):
+            top[0] = T.max(top[0], T.shfl_xor(top[0], 1 << bit))
+        # No finite value: shift by 0, not by -inf, which would give NaN.
+        x[0] = T.exp(x[0] - T.if_then_else(top[0] == -T.infinity("float32"), 0.0, top[0]))
+        sum_over_lanes(x, 0, 1, width)
+        if tx % width == 0 and tx < block_n and 2 * part < peaks.shape[1]:
+            peaks[0, 2 * part] = top[0]
+            peaks[0, 2 * part + 1] = x[0]

@@ -102,8 +102,24 @@ def _rows_bytes(item: int, s: SwapSchedule) -> int:
 
 def staged_bytes(s: SwapSchedule) -> int:
     """Of the products that groups of warps add up and store wide, 0 if they are stored as is."""
-    needed = s.groups * s.block_m * (s.block_n + 4) * 4
-    return needed if s.tiles == 1 and needed <= STATIC_BYTES else 0
+    if s.splits > 1:  # once all of the ring has been read its memory has the sums of a block
+        return max(0, _sums_bytes(s) - _ring_bytes(2, s)) + _sums_bytes(s) // s.splits
+    return _sums_bytes(s) if s.tiles == 1 and may_stage(s) else 0
+
+
+def _sums_bytes(s: SwapSchedule) -> int:
+    return s.groups * s.block_m * (s.block_n + 4) * 4
+
+
+def may_stage(s: SwapSchedule) -> bool:
+    """Whether products fit where they are staged, if need be: for their peaks they are always."""
+    return s.splits > 1 or _sums_bytes(s) <= STATIC_BYTES
+
+
+def stages_beside_sums(tile: Tile, s: SwapSchedule) -> int:
+    """Stages of the ring of several tiles if these are staged."""
+    left = shared_memory_limit(tile) - 12 * s.block_m - _sums_bytes(s)
+    return min(s.num_stages, left // (_ring_bytes(2, s) // s.num_stages))
 
 
 def swap_bytes(tile: Tile, s: SwapSchedule) -> int:
@@ -272,14 +288,25 @@ def _swap_groups(s: SwapSchedule) -> Iterator[str]:
         yield f"{s.block_n} rows of W: the width of a residual stream's parts is a power of 2"
     if s.num_stages < s.groups:
         yield f"{s.num_stages} stages: each of {s.groups} groups needs one"
+    if s.splits > 1:
+        yield from _swap_splits(s)
     if s.groups > 1 and not staged_bytes(s):
         yield f"{s.groups} groups: their sums need one tile, and at most {STATIC_BYTES} bytes"
     yield from _gemm_warps(s.block_n, s.block_m, replace(s, num_threads=s.num_threads // s.groups))
 
 
+def _swap_splits(s: SwapSchedule) -> Iterator[str]:
+    if s.splits not in (2, 4, 8) or s.block_m % s.splits:
+        yield f"{s.splits} blocks share K: a cluster has 2, 4 or 8, and each some of {s.block_m} rows"
+    if s.groups > 1 or s.tiles > 1:
+        yield "blocks that share K have one group and one tile"
+
+
 def _swap_held(s: SwapSchedule) -> Iterator[str]:
     if s.block_m not in (8, 16, 32) or s.tiles != 1 or s.block_k % 32:
         yield "weights are held for 8, 16 or 32 rows, one tile, in steps of a multiple of 32"
+    if s.splits > 1:
+        yield "blocks that hold weights share no K"
     if s.num_stages > (1 if s.shared_rows else s.block_m // TILE_ROWS):
         yield f"{s.num_stages} stages: of rows that are not shared each is {TILE_ROWS}"
     if not staged_bytes(s):

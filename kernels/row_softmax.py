@@ -113,12 +113,20 @@ def _select(
     return compile_kernel(row_softmax_kernel, tile, n, valid, *names, schedule)
 
 
-def row_softmax(x: Tensor, valid: int, out: Tensor, masses: Tensor | None = None) -> None:
+def row_softmax(
+    x: Tensor,
+    valid: int,
+    out: Tensor,
+    masses: Tensor | None = None,
+    peaks: Tensor | None = None,
+) -> None:
     """Write softmax(x (m, n)) over the first `valid` columns to out (m, n), both contiguous.
 
     masses: (m, count_masses(m, n, valid)) int64, if that is not 0: gets for each piece of a row the
     sum of its weights in a draw.
+    peaks: with masses, (m, parts, 2) float32: of each part of a row the maximum of x, and the sum
+    of exp(x - that), as the product has left them that made x.
     """
     m = buckets.ceiling(x.shape[0], GPU_ROWS if x.is_cuda else buckets.ROWS)
     kernel = _select(x.device, m, x.shape[1], valid, x.dtype, out.dtype)
-    kernel(x, out) if masses is None else kernel(x, out, masses)
+    kernel(x, out) if masses is None else kernel(x, out, masses, peaks)

@@ -17,6 +17,7 @@ from minifused.kernels.row_lanes import (
     row_lanes,
 )
 from minifused.kernels.row_lanes_store import store_edges, store_up_to
+from minifused.kernels.row_parts import merge_parts
 from minifused.kernels.schedule import RowSchedule
 from minifused.kernels.tile import Tile
 
@@ -82,27 +83,35 @@ def piece_sums_kernel(
 
 
 def piece_values_kernel(
-    tile: Tile, n: int, valid: int, dtype: str, out_dtype: str, to_draw: bool, schedule: RowSchedule
-):
-    """Build Y (m, n) = softmax of X (m, n) over the first `valid` columns from P (m, pieces, 2).
+    tile: Tile, n: int, valid: int, dtype: str, out_dtype: str, to_draw: bool,
+    schedule: RowSchedule, parts: int | None = None,
+):  # fmt: skip
+    """Build Y (m, n) = softmax of X (m, n) over the first `valid` columns from P (m, parts, 2).
+
+    P has the maximum of each part of a row and the sum of exp(x - maximum): of each piece, unless
+    `parts` says how many there are.
 
     Columns from `valid` on are 0. A row of -inf gives NaN, and so does one with NaN or +inf.
     `to_draw`: M (m, pieces) gets the sums of each piece's weights in a draw (see draw_token.py).
     """
     r = row_lanes(tile, valid, dtype, out_dtype, schedule)
     pieces = count_pieces(r)
+    parts = parts or pieces
+    share = -(-parts // r.lanes)
     m = T.dynamic("m", "int64")
 
     @T.prim_func
     def piece_values(
         X: T.Tensor((m, n), dtype),
-        P: T.Tensor((m, pieces, 2), "float32"),
+        P: T.Tensor((m, parts, 2), "float32"),
         Y: T.Tensor((m, n), out_dtype),
         M: T.Tensor((m, pieces), "int64"),
     ):
         with T.Kernel(pieces, m, threads=r.lanes) as (piece, row):
             x = tile.fragment((r.vectors, r.lanes, r.width), dtype)
             edges = tile.fragment((1, r.lanes, 1), "float32")
+            part_max = tile.fragment((share, r.lanes), "float32")
+            part_sum = tile.fragment((share, r.lanes), "float32")
             maximum = tile.fragment((r.lanes,), "float32")
             total = tile.fragment((r.lanes,), "float32")
             row_max = tile.fragment((1,), "float32")
@@ -119,13 +128,7 @@ def piece_values_kernel(
             at = first + piece * r.stride
             load_up_to(r, X, at, last, x)
             load_edges(r, X, start, first, last, piece == 0, piece == pieces - 1, edges)
-            T.fill(maximum, -T.infinity("float32"))
-            T.clear(total)
-            for i in tile.parallel(r.lanes):
-                if i < pieces:
-                    maximum[i] = P[row, i, 0]
-                    total[i] = P[row, i, 1]
-            merge(r, maximum, total, row_max, inverse)
+            merge_parts(r, P, row, part_max, part_sum, maximum, total, row_max, inverse)
             for i in tile.parallel(1):
                 inverse[i] = 1.0 / inverse[i]
             store_up_to(r, x, at, last, Y, row_max, inverse)

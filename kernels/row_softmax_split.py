@@ -24,6 +24,7 @@ BLOCKS = 4 * SMS  # of a grid, or more: four for each core
 PIECES = (1024, 8192)  # columns, so that a piece is worth a block and fits in its registers
 MAX_PIECES = 128  # a thread each to merge
 THREAD_VECTORS = 4  # of a piece, that a thread asks for at once
+MAX_PARTS = 1024  # of a row with peaks: to merge more costs what another kernel would
 MIN_SPLIT, MAX_SPLIT = 8192, MAX_PIECES * PIECES[1]  # columns of a row: more than, and up to
 
 
@@ -64,16 +65,21 @@ def count_masses(rows: int, n: int, valid: int) -> int:
 def compile_split(
     tile: Tile, n: int, valid: int, dtype: str, out_dtype: str, schedule: RowSchedule
 ) -> Callable[..., None]:
-    """A function of x (m, n), out (m, n) and masses that runs both kernels of row_softmax_split."""
+    """A function of x (m, n), out (m, n), masses and peaks that runs row_softmax_split's kernels.
+
+    With peaks (m, parts, 2) of not too many parts the first of the two is spared.
+    """
     static = tile, n, valid, dtype, out_dtype
-    sums = compile_kernel(piece_sums_kernel, *static, schedule)
     pieces = count_pieces(row_lanes(tile, valid, dtype, out_dtype, schedule))
 
-    def launch(x: Tensor, out: Tensor, masses: Tensor | None = None) -> None:
-        partial = torch.empty(x.shape[0], pieces, 2, dtype=torch.float32, device=x.device)
-        sums(x, partial)
-        to_draw = masses is not None
-        values = compile_kernel(piece_values_kernel, *static, to_draw, schedule)
-        values(x, partial, out, masses)
+    def launch(
+        x: Tensor, out: Tensor, masses: Tensor | None = None, peaks: Tensor | None = None
+    ) -> None:
+        if peaks is None or peaks.shape[1] > MAX_PARTS:
+            peaks = torch.empty(x.shape[0], pieces, 2, dtype=torch.float32, device=x.device)
+            compile_kernel(piece_sums_kernel, *static, schedule)(x, peaks)
+        to_draw, parts = masses is not None, peaks.shape[1]
+        values = compile_kernel(piece_values_kernel, *static, to_draw, schedule, parts)
+        values(x, peaks, out, masses)
 
     return launch

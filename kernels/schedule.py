@@ -60,6 +60,7 @@ class SwapSchedule:
     held: bool = False  # W lies in registers; stages are rows of A on their way there, 8 each
     shared_rows: bool = False  # of A, where W is held: registers are for W alone
     min_blocks: int = 0  # that are to share an SM, which limits registers, 0 for any number
+    splits: int = 1  # blocks of a cluster, which share K, and then the rows of a tile
 
 
 @dataclass(frozen=True)
@@ -448,6 +449,8 @@ def split_schedule(blocks: int, capacity: int) -> SplitSchedule:
     splits = min(MAX_SPLITS, SMS // max(1, blocks), -(-capacity // SPLIT_KEYS))
     if splits > 1:
         return SplitSchedule(splits, 4, 256)
-    if blocks <= SMS:
-        return SplitSchedule(1, 3, 512)
-    return SplitSchedule(1, 3, 256) if blocks <= 2 * SMS else SplitSchedule(1, 4, 128)
+    # Of fewer blocks an SM each has more on its way.
+    for an_sm, loads, threads in ((1, 3, 512), (2, 3, 256), (6, 3, 192)):
+        if blocks <= an_sm * SMS:
+            return SplitSchedule(1, loads, threads)
+    return SplitSchedule(1, 5, 128)

@@ -5,10 +5,17 @@ from typing import NamedTuple
 
 import tilelang.language as T
 
-from minifused.kernels.limits import ITEM_BYTES, has_bulk_copies, staged_bytes
+from minifused.kernels.limits import (
+    ITEM_BYTES,
+    has_bulk_copies,
+    staged_bytes,
+    stages_beside_sums,
+)
+from minifused.kernels.row_lanes import FAST_MATH
 from minifused.kernels.schedule import SwapSchedule
 from minifused.kernels.swap_fold import load_moments, merge_moments, moments_shape
 from minifused.kernels.swap_follow import follow_tile
+from minifused.kernels.swap_peaks import write_peaks
 from minifused.kernels.swap_ring import (
     Ring,
     fill,
@@ -58,6 +65,17 @@ class Product(NamedTuple):
         """Whether sums go through shared memory, where groups of warps add up theirs."""
         return self.has_ring and staged_bytes(self.schedule) > 0
 
+    def is_staged(self, peaks: tuple | None) -> bool:
+        """Peaks want a row in one warp, and not as a tensor core leaves it."""
+        return self.staged or (self.has_ring and peaks is not None)
+
+    def count_stages(self, total: int, staged: bool) -> int:
+        """Of so many loads, beside what is staged."""
+        stages = stages_of(self.schedule, total)
+        if staged and not self.staged:
+            stages = min(stages, stages_beside_sums(self.tile, self.schedule))
+        return stages
+
     @property
     def early(self) -> bool:
         """Whether bias and the like are read with the first weights."""
@@ -65,12 +83,13 @@ class Product(NamedTuple):
 
 
 @T.macro
-def block(p, A, W, bias, R, C, caches, norm, after):
-    """See swap_gemm_kernel for the tensors; caches, norm and after are tuples of them, or None."""
+def block(p, A, W, bias, R, C, caches, norm, after, peaks):
+    """See swap_gemm_kernel for the tensors; the last four are tuples, or None."""
     tile, s, fold, f32 = p.tile, p.schedule, p.fold, "float32"
     block_m, block_n, block_k, threads = s.block_m, s.block_n, s.block_k, s.num_threads
     steps = -(-p.k // block_k)  # of a tile; past k both operands are zeros
-    total, stages = s.tiles * steps, stages_of(s, s.tiles * steps)
+    total, staged = s.tiles * steps, p.is_staged(peaks)
+    stages = p.count_stages(total, staged)
     slots = (stages,) if p.has_ring else ()
     with T.Kernel(
         T.ceildiv(p.n, block_n * s.tiles), T.ceildiv(A.shape[0], block_m), threads=threads
@@ -87,6 +106,8 @@ def block(p, A, W, bias, R, C, caches, norm, after):
         done = tile.fragment((block_m, block_n), p.out_dtype)
         full = T.alloc_barrier([1] * stages) if p.has_ring else None
         row, first = by * block_m, bx * s.tiles * block_n
+        if tile.is_cuda:
+            T.annotate_compile_flags(FAST_MATH)
         ring = Ring(W, A, W_shared, A_shared, full, first, row, stages, steps, total)
         end = End(tile, p.activation, norms, slope, b, r, done)
         if not caches:
@@ -110,10 +131,10 @@ def block(p, A, W, bias, R, C, caches, norm, after):
             if not p.early:
                 load_constants(tile, bias, norm, after, col, b, slope, gain)
             load_tile(tile, R, row, col, r)
-            if p.staged:
+            if staged:
                 # 4 columns more: other banks
                 sums = fixed(tile, (s.groups, block_m, block_n + 4), f32)
-                multiply_in_groups(ring, sums, threads // s.groups)
+                multiply_in_groups(ring, sums, t, threads // s.groups)
                 finish_tile(end, functools.partial(sum_of, sums))
             else:
                 acc = tile.fragment((block_n, block_m), f32)
@@ -125,3 +146,4 @@ def block(p, A, W, bias, R, C, caches, norm, after):
             store(tile, done, C, row, col)
             keep(tile, done, caches, places, row, col)
             follow_tile(tile, done, after, gain, row, col, bx * s.tiles + t)
+            write_peaks(tile, done, peaks, row, col, bx * s.tiles + t)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from minifused.kernels.build import compile_kernel, dtype_name, tile_for
+from minifused.kernels.limits import may_stage
 from minifused.kernels.schedule import swap_schedule
 from minifused.kernels.swap_gemm_kernel import swap_gemm_kernel
 
@@ -20,7 +21,7 @@ def _select(
     dtypes: tuple[torch.dtype, torch.dtype],
     epilogue: tuple[str | None, bool, bool],
     ahead: bool,
-    extras: tuple[bool, tuple[int, float] | None, bool],
+    extras: tuple[bool, tuple[int, float] | None, bool, int | None],
 ) -> Callable[..., None]:
     tile, (dtype, out_dtype) = tile_for(device), map(dtype_name, dtypes)
     schedule = swap_schedule(tile, *sizes, dtype)
@@ -49,6 +50,13 @@ def part_width(rows: int, weight: Tensor) -> int:
     return swap_schedule(tile, rows, weight.shape[0], weight.shape[1], dtype).block_n
 
 
+def count_parts(rows: int, weight: Tensor) -> int:
+    """Of the `peaks` of rows @ weight (n, k)^T, 0 where there is no room to make them."""
+    tile, dtype = tile_for(weight.device), dtype_name(weight.dtype)
+    chosen = swap_schedule(tile, rows, *weight.shape, dtype)
+    return -(-weight.shape[0] // chosen.block_n) if may_stage(chosen) else 0
+
+
 def swap_gemm(
     x: Tensor,
     weight: Tensor,
@@ -60,6 +68,7 @@ def swap_gemm(
     caches: tuple[Tensor, Tensor, Tensor] | None = None,
     fold: tuple[Tensor, int, Tensor, float] | None = None,
     follow: tuple[Tensor, Tensor, Tensor] | None = None,
+    peaks: tuple[Tensor, int] | None = None,
 ) -> None:
     """Write act(x (m, k) @ weight (n, k)^T + bias) + residual to out (m, n), all contiguous.
 
@@ -73,14 +82,18 @@ def swap_gemm(
         follow: gain (n,) of the layer norm to come and, to be written, scaled (m, n), both of
             weight's dtype, and stats (m, ceil(n / part_width(m, weight)), 2); out is float32.
             stats, sums and out's stats are float32.
+        peaks: float32 (m, count_parts(m, weight), 2), to be written, and how many columns of out,
+            the first ones, count: of each part of a row the largest of them, and the sum
+            of exp(x - that); -inf and 0 for no column. out is float32.
     """
     sizes = (x.shape[0], *weight.shape)
     epilogue = activation, bias is not None, residual is not None
-    extras = caches is not None, None if fold is None else (fold[1], fold[3]), follow is not None
+    norm, valid = fold and (fold[1], fold[3]), peaks and peaks[1]
+    extras = caches is not None, norm, follow is not None, valid
     kernel = _select(x.device, sizes, (x.dtype, out.dtype), epilogue, ahead, extras)
     if not any(extras):
         return kernel(x, weight, bias, residual, out)
-    kernel(x, weight, bias, residual, out, *_extras(out, caches, fold, follow))
+    kernel(x, weight, bias, residual, out, *_extras(out, caches, fold, follow, peaks))
 
 
 def _extras(
@@ -88,14 +101,17 @@ def _extras(
     caches: tuple[Tensor, Tensor, Tensor] | None,
     fold: tuple[Tensor, int, Tensor, float] | None,
     follow: tuple[Tensor, Tensor, Tensor] | None,
+    peaks: tuple[Tensor, int] | None,
 ) -> list[Tensor | None]:
     """What a step's kernel takes besides, as it has it."""
-    extras: list[Tensor | None] = [None] * 8
+    extras: list[Tensor | None] = [None] * 9
     if caches is not None:
         shape = *caches[0].shape[:2], out.shape[1] // 3
         extras[:3] = caches[2], caches[0].view(shape), caches[1].view(shape)
     if fold is not None:
         extras[3:5] = fold[0].flatten(1), fold[2]
     if follow is not None:
-        extras[5:] = follow[0], follow[1], follow[2].flatten(1)
+        extras[5:8] = follow[0], follow[1], follow[2].flatten(1)
+    if peaks is not None:
+        extras[8] = peaks[0].flatten(1)
     return extras

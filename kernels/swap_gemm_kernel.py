@@ -13,13 +13,14 @@ import tilelang.language as T
 from minifused.kernels.schedule import SwapSchedule
 from minifused.kernels.swap_block import Product, block
 from minifused.kernels.swap_held_block import held_block
+from minifused.kernels.swap_split_block import split_block
 from minifused.kernels.tile import Tile
 
 
 def swap_gemm_kernel(
     tile: Tile, n: int, k: int, dtype: str, out_dtype: str, activation: str | None, has_bias: bool,
     has_residual: bool, ahead: bool, schedule: SwapSchedule, cached: bool = False,
-    fold: tuple[int, float] | None = None, follow: bool = False,
+    fold: tuple[int, float] | None = None, follow: bool = False, valid: int | None = None,
 ):  # fmt: skip
     """Build C (m, n) = act(A (m, k) @ W (n, k)^T + bias (n)) + R (m, n) for small dynamic m.
 
@@ -33,19 +34,21 @@ def swap_gemm_kernel(
     completed from stats (m, 2 * parts), and W's sums (2, n) in place of a bias: see swap_fold.py.
     follow: of C (float32) and gain (n,) also make the next kernel's A, `scaled` (m, n) of `dtype`,
     and its stats, `moments` (m, 2 * parts), of parts of block_n columns.
+    valid: of C (float32) also write the `peaks` (m, 2 * parts) of as many parts, of its first
+    `valid` columns: see swap_peaks.py.
     """
-    m, f32, run = T.dynamic("m"), "float32", held_block if schedule.held else block
+    m, f32, run = T.dynamic("m"), "float32", _form(schedule)
     product = Product(
         tile, n, k, dtype, out_dtype, activation, has_bias, has_residual, ahead, schedule, fold
     )
     A_type, W_type, bias_type = (T.Tensor(shape, dtype) for shape in ((m, k), (n, k), (n,)))
     R_type, C_type = (T.Tensor((m, n), out_dtype) for _ in "RC")  # one object is one tensor
 
-    if not (cached or fold or follow):
+    if not (cached or fold or follow or valid):
 
         @T.prim_func
         def swap_gemm(A: A_type, W: W_type, bias: bias_type, R: R_type, C: C_type):
-            run(product, A, W, bias, R, C, None, None, None)
+            run(product, A, W, bias, R, C, None, None, None, None)
 
         return swap_gemm
 
@@ -55,16 +58,23 @@ def swap_gemm_kernel(
     parts = -(-k // fold[0]) if fold else 1
     stats_type, sums_type = T.Tensor((m, 2 * parts), f32), T.Tensor((2, n), f32)
     gain_type, scaled_type = T.Tensor((n,), dtype), T.Tensor((m, n), dtype)
-    moments_type = T.Tensor((m, 2 * -(-n // schedule.block_n)), f32)
+    moments_type, peaks_type = (T.Tensor((m, 2 * -(-n // schedule.block_n)), f32) for _ in range(2))
 
     @T.prim_func
     def swap_gemm_step(
         A: A_type, W: W_type, bias: bias_type, R: R_type, C: C_type,
         positions: P_type, K_cache: K_type, V_cache: V_type, stats: stats_type, sums: sums_type,
-        gain: gain_type, scaled: scaled_type, moments: moments_type,
+        gain: gain_type, scaled: scaled_type, moments: moments_type, peaks: peaks_type,
     ):  # fmt: skip
         caches = (positions, K_cache, V_cache) if cached else None
         norm, after = (stats, sums) if fold else None, (gain, scaled, moments) if follow else None
-        run(product, A, W, bias, R, C, caches, norm, after)
+        run(product, A, W, bias, R, C, caches, norm, after, (peaks, valid) if valid else None)
 
     return swap_gemm_step
+
+
+def _form(schedule: SwapSchedule):
+    """The macro of a block."""
+    if schedule.splits > 1:
+        return split_block
+    return held_block if schedule.held else block

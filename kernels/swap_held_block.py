@@ -5,6 +5,7 @@ import functools
 import tilelang.language as T
 
 from minifused.kernels.limits import TILE_ROWS, held_rows, row_stride
+from minifused.kernels.row_lanes import FAST_MATH
 from minifused.kernels.swap_fold import load_moments, merge_moments, moments_shape
 from minifused.kernels.swap_follow import follow_tile
 from minifused.kernels.swap_held import (
@@ -16,6 +17,7 @@ from minifused.kernels.swap_held import (
     turns_of,
 )
 from minifused.kernels.swap_held_products import acc_shapes, multiply_held
+from minifused.kernels.swap_peaks import write_peaks
 from minifused.kernels.swap_store import (
     End,
     finish_tile,
@@ -30,8 +32,8 @@ from minifused.kernels.swap_store import (
 
 
 @T.macro
-def held_block(p, A, W, bias, R, C, caches, norm, after):
-    """See swap_gemm_kernel for the tensors; caches, norm and after are tuples of them, or None."""
+def held_block(p, A, W, bias, R, C, caches, norm, after, peaks):
+    """See swap_gemm_kernel for the tensors; the last four are tuples, or None."""
     tile, s, fold, f32 = p.tile, p.schedule, p.fold, "float32"
     block_m, block_n, threads = s.block_m, s.block_n, s.num_threads
     with T.Kernel(T.ceildiv(p.n, block_n), T.ceildiv(A.shape[0], block_m), threads=threads) as (
@@ -58,6 +60,7 @@ def held_block(p, A, W, bias, R, C, caches, norm, after):
         rows = (A_shared, 0) if shared else (A, row)
         held = Held(W, rows[0], w, a, col, rows[1], s, turns, shared)
         end = End(tile, p.activation, norms, slope, b, r, done)
+        T.annotate_compile_flags(FAST_MATH)  # exact divisions branch, and no load passes a branch
         if s.min_blocks:
             T.annotate_min_blocks_per_sm(s.min_blocks)
         if not caches:
@@ -69,17 +72,21 @@ def held_block(p, A, W, bias, R, C, caches, norm, after):
         tile.pdl_sync()
         if caches:
             tile.pdl_trigger()  # late: decode attention relies on older rows of the caches
-        load_moments(norm, row, x, block_m, threads)
         if shared:
             share_rows(A, row, A_shared, threads)
         else:
             hold_first_rows(held, 0)
+        if fold:
+            # Or ptxas asks for the moments first, and for the rows once it has merged them.
+            T.sync_threads()
+            load_moments(norm, row, x, block_m, threads)
         load_places(tile, caches, row, places)
         load_tile(tile, R, row, col, r)
+        merge_moments(fold, p.k, x, norms, threads)
         multiply_held(held, acc, sums)
-        merge_moments(fold, p.k, x, norms, threads)  # late: its divisions branch, and loads wait
         T.sync_threads()
         finish_tile(end, functools.partial(sum_of, sums))
         store(tile, done, C, row, col)
         keep(tile, done, caches, places, row, col)
         follow_tile(tile, done, after, gain, row, col, bx)
+        write_peaks(tile, done, peaks, row, col, bx)

@@ -21,6 +21,7 @@ class Ring(NamedTuple):
     stages: int
     steps: int  # of a tile of the result
     total: int
+    begin: Any = 0  # the first step through K that is the block's
 
 
 def stages_of(schedule: SwapSchedule, total: int) -> int:
@@ -36,17 +37,22 @@ def fill(ring, load):
             load(ring, i)
 
 
+def step_of(ring, i):
+    """The step through K that load i is of."""
+    return ring.begin + i % ring.steps
+
+
 @T.macro
 def load_weights(ring, i):
     """Ask for the weights of step i; the slot's barrier is to wait for their bytes."""
     row = ring.first + i // ring.steps * ring.W_slots.shape[1]
-    load_step(ring.W, row, i % ring.steps, ring.W_slots, ring.full, i % ring.stages, 0)
+    load_step(ring.W, row, step_of(ring, i), ring.W_slots, ring.full, i % ring.stages, 0)
 
 
 @T.macro
 def load_rows(ring, i):
     """Ask for the rows of step i, and arrive."""
-    load_step(ring.A, ring.row, i % ring.steps, ring.A_slots, ring.full, i % ring.stages, 1)
+    load_step(ring.A, ring.row, step_of(ring, i), ring.A_slots, ring.full, i % ring.stages, 1)
 
 
 def _share(steps: int, group: int, groups: int) -> int:
@@ -74,6 +80,18 @@ def multiply(ring, acc, tile_index, group, groups):
 
 
 @T.macro
+def multiply_and_share(ring, sums):
+    """sums (1, block_m, >= block_n) = the products, where all of the ring has been read."""
+    block_m, block_n = ring.A_slots.shape[1], ring.W_slots.shape[1]
+    acc = T.alloc_fragment((block_n, block_m), "float32")
+    multiply(ring, acc, 0, 0, 1)
+    T.sync_threads()
+    for i, j in T.Parallel(block_n, block_m):
+        sums[0, j, i] = acc[i, j]
+    T.sync_threads()
+
+
+@T.macro
 def multiply_piped(tile, ring, acc, tile_index):
     """The same without TMA: one tile of W and A each, which TileLang keeps several copies of."""
     col = ring.first + tile_index * ring.W_slots.shape[0]
@@ -85,14 +103,16 @@ def multiply_piped(tile, ring, acc, tile_index):
 
 
 @T.macro
-def multiply_in_groups(ring, sums, threads):
+def multiply_in_groups(ring, sums, tile_index, threads):
     """sums (groups, block_m, >= block_n) = the products of each group of so many threads."""
     tx = T.get_thread_binding()
     block_m, block_n = ring.A_slots.shape[1], ring.W_slots.shape[1]
+    if ring.steps < ring.total:
+        T.sync_threads()  # all have read the sums of the tile before
     for group in list(range(int(sums.shape[0]))):  # a list, so that each has code of its own
         if tx >= group * threads and tx < (group + 1) * threads:
             acc = T.alloc_fragment((block_n, block_m), "float32")
-            multiply(ring, acc, 0, group, int(sums.shape[0]))
+            multiply(ring, acc, tile_index, group, int(sums.shape[0]))
             for i, j in T.Parallel(block_n, block_m):
                 sums[group, j, i] = acc[i, j]
     T.sync_threads()

@@ -196,41 +196,46 @@ class Batch:
 
     def _prefill(self, length: int) -> Tensor:
         self._accept(length)
-        scores = self._forward(self.prompt[:, :length], self.lengths, advance=True)
-        return self._choose_fused(scores, None) if self.fused else self._choose(scores)
+        scores, peaks = self._forward(self.prompt[:, :length], self.lengths, advance=True)
+        return self._choose_fused(scores, peaks, None) if self.fused else self._choose(scores)
 
     def _step(self) -> Tensor:
         cache = self.cache
         if isinstance(cache, KVCache):
             cache.longest = 0  # only the device knows it, and keeps rows within the cache
-        scores = self._forward(self.tokens, self.going, advance=not self.fused)
+        scores, peaks = self._forward(self.tokens, self.going, advance=not self.fused)
         if self.fused and isinstance(cache, KVCache):
-            return self._choose_fused(scores, cache.lengths)
+            return self._choose_fused(scores, peaks, cache.lengths)
         return self._choose(scores)
 
-    def _forward(self, tokens: Tensor, counts: Tensor, advance: bool) -> Tensor:
-        """Scores (size, V), or more columns than that, of each row's next token."""
+    def _forward(
+        self, tokens: Tensor, counts: Tensor, advance: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scores (size, V), or more columns than that, of each row's next token, and their peaks."""
         if isinstance(self.model, GPTModel) and isinstance(self.cache, KVCache):
-            return self.model.padded_logits(tokens, self.cache, True, counts, advance)[:, -1]
-        return self.model(tokens, self.cache, last_only=True)[:, -1]  # of one length, all going
+            return self.model.last_scores(tokens, self.cache, counts, self.vocab_size, advance)
+        scores = self.model(tokens, self.cache, last_only=True)  # of one length, all going
+        return scores[:, -1], None
 
-    def _choose_fused(self, scores: Tensor, lengths: Tensor | None) -> Tensor:
+    def _choose_fused(
+        self, scores: Tensor, peaks: Tensor | None, lengths: Tensor | None
+    ) -> Tensor:
         """As `_choose`, in one kernel behind what the choice asks for.
 
         It also counts the position that rows got in the cache, if given its lengths.
         """
         logits, params, masses = scores[:, : self.vocab_size], self.choice.params, None
         if not params.is_plain:
-            weights = scores_to_draw(logits, params, self.softmax, self.seen)
+            weights, peaks = scores_to_draw(logits, params, self.softmax, self.seen), None
         elif params.is_greedy:
             weights = scores
         else:
-            weights, masses = ops.softmax_to_draw(scores, self.vocab_size)
+            weights, masses = ops.softmax_to_draw(scores, self.vocab_size, peaks)
         random = None if params.is_greedy else (self.seed, self.samples, self.lengths)
         eos = -1 if self.choice.eos is None else self.choice.eos
         ops.choose_token(
             weights, self.vocab_size, random, eos, self.step_index, self.chosen, self.finite,
-            self.tokens.view(-1), self.left, self.going, lengths, masses,
+            self.tokens.view(-1), self.left, self.going, lengths, masses, peaks,
         )  # fmt: skip
         if not params.is_plain:  # a filter may drop what is not finite
             self._note(self.finite, finite_rows(logits))

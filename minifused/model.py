@@ -207,21 +207,38 @@ class GPTModel(nn.Module):
         Raises:
             ValueError: there are more positions than the model or the cache has.
         """
-        logits = self.padded_logits(tokens, cache, last_only, lengths)
+        x = self._stream(tokens, cache, last_only, lengths, advance=True)
+        norm = self.ln_f.weight, self.ln_f.bias, self.config.layer_norm_epsilon
+        sums = self.head_sums
+        logits = ops.norm_linear(x, *norm, self.head, sums=sums, out_dtype=torch.float32)
         return logits[..., : self.config.vocab_size]
 
-    def padded_logits(
+    def last_scores(
+        self, tokens: Tensor, cache: KVCache, lengths: Tensor, valid: int, advance: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, of each row's last token: (B, V), and more columns than the vocabulary has.
+
+        Args:
+            valid: how many columns there are to choose from, the first ones.
+            advance: count the cache's new positions; otherwise whoever calls does.
+
+        Returns:
+            The logits, and their peaks: see `ops.scores`.
+        """
+        x = self._stream(tokens, cache, True, lengths, advance)
+        norm = self.ln_f.weight, self.ln_f.bias, self.config.layer_norm_epsilon
+        logits, peaks = ops.scores(x, *norm, self.head, valid, self.head_sums)
+        return logits[:, -1], peaks
+
+    def _stream(
         self,
         tokens: Tensor,
-        cache: KVCache | None = None,
-        last_only: bool = False,
-        lengths: Tensor | None = None,
-        advance: bool = True,
-    ) -> Tensor:
-        """As `forward`, with scores of no token behind those of the vocabulary's.
-
-        Unless `advance`, whoever calls counts the cache's new positions.
-        """
+        cache: KVCache | None,
+        last_only: bool,
+        lengths: Tensor | None,
+        advance: bool,
+    ) -> ops.Stream:
+        """The residual stream behind the last layer."""
         self._require_room(tokens.shape[1], cache)
         blocks = self.blocks
         norms = [*(block.ln_1.weight for block in blocks), self.ln_f.weight]
@@ -233,9 +250,7 @@ class GPTModel(nn.Module):
             cache.advance(count if lengths is None else lengths, cache.longest + count)
         if last_only and tokens.shape[1] > 1:
             x = ops.Stream(_last_valid(x.x, lengths))
-        norm = self.ln_f.weight, self.ln_f.bias, self.config.layer_norm_epsilon
-        sums = self.head_sums
-        return ops.norm_linear(x, *norm, self.head, sums=sums, out_dtype=torch.float32)
+        return x
 
     def _embed(
         self, tokens: Tensor, cache: KVCache | None, lengths: Tensor | None, then: Tensor

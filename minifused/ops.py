@@ -30,12 +30,14 @@ from minifused.kernels.gemm_sm90 import gemm_sm90 as gemm_sm90_kernel
 from minifused.kernels.gemm_sm90 import takes as gemm_sm90_takes
 from minifused.kernels.gemv import gemv as gemv_kernel
 from minifused.kernels.gemv import norm_sums as gemv_norm_sums
+from minifused.kernels.gemv import part_width as gemv_part_width
 from minifused.kernels.gemv import takes as gemv_takes
 from minifused.kernels.layer_norm import layer_norm as layer_norm_kernel
 from minifused.kernels.row_softmax import row_softmax as row_softmax_kernel
 from minifused.kernels.row_softmax_split import count_masses
 from minifused.kernels.schedule import next_power_of_2, split_schedule
 from minifused.kernels.skinny_gemm import skinny_gemm as skinny_gemm_kernel
+from minifused.kernels.swap_gemm import count_parts as swap_gemm_count_parts
 from minifused.kernels.swap_gemm import part_width as swap_gemm_part_width
 from minifused.kernels.swap_gemm import swap_gemm as swap_gemm_kernel
 from minifused.kernels.swap_gemm import takes as swap_gemm_takes
@@ -348,17 +350,18 @@ def _norm_linear(
 
 
 def _launch_normed(
-    x, norm_weight, eps, weight, activation, sums, scaled, stats, out, caches=None
+    x, norm_weight, eps, weight, activation, sums, scaled, stats, out, caches=None, peaks=None
 ) -> None:
     if x.shape[:-1].numel() == 1:
-        norm = norm_weight, sums, eps
-        x = _rows(x)
-        gemv_kernel(x, weight, None, activation, None, out, norm, caches=caches, ahead=True)
+        row = _rows(x), weight, None, activation, None, out, (norm_weight, sums, eps)
+        gemv_kernel(*row, caches=caches, ahead=True, peaks=peaks)
     else:
         # Parts are as wide as a block, a power of 2, and fewer than that have no other width.
         width = next_power_of_2(-(-x.shape[-1] // stats.shape[1]))
         fold, rows = (stats, width, sums, eps), _rows(scaled)
-        swap_gemm_kernel(rows, weight, None, activation, None, out, True, caches, fold)
+        swap_gemm_kernel(
+            rows, weight, None, activation, None, out, True, caches, fold, peaks=peaks
+        )
 
 
 def _check_normed(x, norm_weight, weight, activation, sums) -> None:
@@ -407,6 +410,67 @@ def norm_linear(
     x, *prepared = x if isinstance(x, Stream) else Stream(x)
     constants = norm_weight, norm_bias, eps, weight, bias
     return _norm_linear_op(x, *constants, activation, sums, *prepared, out_dtype)
+
+
+def _scores_empty(
+    x, norm_weight, norm_bias, eps, weight, valid, sums=None, scaled=None, stats=None
+) -> tuple[Tensor, Tensor]:
+    rows, columns = x.shape[:-1].numel(), weight.shape[0]
+    logits = x.new_empty((*x.shape[:-1], columns), dtype=torch.float32)
+    parts = 0
+    if sums is not None and _is_gemv(x, weight, norm_weight, sums):
+        parts = -(-columns // gemv_part_width(weight))
+    elif _is_prepared(scaled, stats, weight, sums):
+        parts = swap_gemm_count_parts(rows, weight)
+    return logits, logits.new_empty((rows, parts, 2))
+
+
+def _scores(
+    x, norm_weight, norm_bias, eps, weight, valid, sums=None, scaled=None, stats=None
+) -> tuple[Tensor, Tensor]:
+    if not 1 <= valid <= weight.shape[0]:
+        raise ValueError(f"valid is {valid}: expected 1 to {weight.shape[0]}, the rows of weight")
+    norm = norm_weight, norm_bias, eps, weight
+    logits, peaks = _scores_empty(x, *norm, valid, sums, scaled, stats)
+    if not peaks.numel():
+        prepared = sums, scaled, stats
+        return _norm_linear(x, *norm, None, None, *prepared, torch.float32), peaks
+    _check_normed(x, norm_weight, weight, None, sums)
+    _launch_normed(
+        x, norm_weight, eps, weight, None, sums, scaled, stats, _rows(logits), None, (peaks, valid)
+    )
+    return logits, peaks
+
+
+_scores_op = _define(
+    "scores(Tensor x, Tensor norm_weight, Tensor norm_bias, float eps, Tensor weight, int valid, "
+    "Tensor? sums=None, Tensor? scaled=None, Tensor? stats=None) -> (Tensor, Tensor)",
+    _scores,
+    _scores_empty,
+)
+
+
+def scores(
+    x: Tensor | Stream,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    eps: float,
+    weight: Tensor,
+    valid: int,
+    sums: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`norm_linear` in float32, with what `softmax_to_draw` and `choose_token` then need not read.
+
+    Args:
+        valid: how many of the N columns these are to choose from, the first ones. The others are
+            as there.
+
+    Returns:
+        The scores (..., N), and their `peaks` (rows, parts, 2): of each part of a row the largest,
+        and the sum of exp(x - that). Of no part where it is not one kernel.
+    """
+    x, *prepared = x if isinstance(x, Stream) else Stream(x)
+    return _scores_op(x, norm_weight, norm_bias, eps, weight, valid, sums, *prepared)
 
 
 def _norm_qkv_empty(
@@ -1033,47 +1097,59 @@ def embed(
     return Stream(*_embed_op(tokens, starts, wte, wpe, counts, ends, norm_weight))
 
 
-def _softmax_to_draw_empty(x, valid) -> tuple[Tensor, Tensor]:
+def _softmax_to_draw_empty(x, valid, peaks=None) -> tuple[Tensor, Tensor]:
     pieces = count_masses(x.shape[0], x.shape[1], valid) if x.is_cuda else 0
     return torch.empty_like(x), x.new_empty((x.shape[0], pieces), dtype=torch.int64)
 
 
-def _softmax_to_draw(x, valid) -> tuple[Tensor, Tensor]:
+def _softmax_to_draw(x, valid, peaks=None) -> tuple[Tensor, Tensor]:
     if x.dim() != 2 or x.dtype != torch.float32:
         _refuse("x", x, "(B, N), torch.float32")
     _require_valid(valid, "x", x)
+    peaks = _peaks_or_none(peaks, x)
     x = _dense(x)
     out, masses = _softmax_to_draw_empty(x, valid)
     if masses.numel():
-        row_softmax_kernel(x, valid, out, masses)
+        row_softmax_kernel(x, valid, out, masses, peaks)
     else:
         _softmax_out(x, valid, out=out)
     return out, masses
 
 
 _softmax_to_draw_op = _define(
-    "softmax_to_draw(Tensor x, int valid) -> (Tensor, Tensor)",
+    "softmax_to_draw(Tensor x, int valid, Tensor? peaks=None) -> (Tensor, Tensor)",
     _softmax_to_draw,
     _softmax_to_draw_empty,
 )
 
 
-def softmax_to_draw(x: Tensor, valid: int) -> tuple[Tensor, Tensor]:
+def softmax_to_draw(
+    x: Tensor, valid: int, peaks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Softmax over the last dimension, with what `choose_token` then need not add up.
 
     Args:
         x: (B, N), float32. valid: as in `softmax`.
+        peaks: of x, if it comes from `scores` with the same `valid`.
 
     Returns:
         The probabilities (B, N), and `masses` (B, pieces) int64, of no piece where the kernel does
         not cut rows.
     """
-    return _softmax_to_draw_op(x, valid)
+    return _softmax_to_draw_op(x, valid, peaks)
+
+
+def _peaks_or_none(peaks: Tensor | None, x: Tensor) -> Tensor | None:
+    """`peaks` of x (B, N), if there are any."""
+    if peaks is None or not peaks.numel():
+        return None
+    _require_state("peaks", peaks, (x.shape[0], *peaks.shape[1:2], 2), torch.float32, x)
+    return peaks
 
 
 def _choose_token(
     scores, valid, seed, samples, starts, eos, steps, chosen, finite, tokens, left, going,
-    lengths=None, masses=None,
+    lengths=None, masses=None, peaks=None,
 ) -> None:  # fmt: skip
     batch, capacity = scores.shape[0], chosen.shape[0]
     if scores.dim() != 2 or scores.dtype != torch.float32 or not scores.is_cuda:
@@ -1098,7 +1174,8 @@ def _choose_token(
     if masses is not None:
         pieces = count_masses(batch, scores.shape[1], valid)
         _require_state("masses", masses, (batch, pieces), torch.int64, scores)
-    state = steps, chosen, finite, tokens, left, going, lengths, masses
+    peaks = _peaks_or_none(peaks, scores)
+    state = steps, chosen, finite, tokens, left, going, lengths, masses, peaks
     if batch:
         choose_token_kernel(_dense(scores), valid, random, eos, *state)
 
@@ -1114,7 +1191,8 @@ def _require_state(
 _choose_token_op = _define(
     "choose_token(Tensor scores, int valid, Tensor? seed, Tensor? samples, Tensor? starts, "
     "int eos, Tensor(a!) steps, Tensor(b!) chosen, Tensor(c!) finite, Tensor(d!) tokens, "
-    "Tensor(e!) left, Tensor(f!) going, Tensor(g!)? lengths=None, Tensor? masses=None) -> ()",
+    "Tensor(e!) left, Tensor(f!) going, Tensor(g!)? lengths=None, Tensor? masses=None, "
+    "Tensor? peaks=None) -> ()",
     _choose_token,
     _writes,
 )
@@ -1133,6 +1211,7 @@ def choose_token(
     going: Tensor,
     lengths: Tensor | None = None,
     masses: Tensor | None = None,
+    peaks: Tensor | None = None,
 ) -> None:
     """Choose each row's next token, and note what a step leaves, in one kernel on a GPU.
 
@@ -1153,8 +1232,9 @@ def choose_token(
         going: (B,) int32, 1 where a row goes on, otherwise 0.
         lengths: (B,) int32, how many positions of a row are cached; one more if it was going.
         masses: of scores, if these come from `softmax_to_draw`.
+        peaks: of scores, if these are those of `scores` with the same `valid`.
     """
-    state = steps, chosen, finite, tokens, left, going, lengths, masses
+    state = steps, chosen, finite, tokens, left, going, lengths, masses, peaks
     _choose_token_op(scores, valid, *(random or (None, None, None)), eos, *state)
 
 

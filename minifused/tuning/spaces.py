@@ -115,6 +115,9 @@ def skinny_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SkinnySch
             yield SkinnySchedule(rows, n, k, threads)
 
 
+SPLIT_K = 2048  # columns, from which on blocks may share them
+
+
 def swap_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SwapSchedule]:
     if tile.capability >= 90 and w.m <= HELD_ROWS and 2 * w.n * w.k <= HELD_BYTES:
         yield from _held(tile, w)
@@ -130,6 +133,11 @@ def swap_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SwapSchedul
             if (fits and 16 <= m * n // warps // 32 <= 64) or (m, n, warps) == (16, 16, 1):
                 for stages in {min(count, tiles * steps) for count in (4, 8, 12, 24)}:
                     yield SwapSchedule(m, n, k, stages, 32 * warps * groups, tiles, groups)
+        if has_ring and w.k >= SPLIT_K and 16 <= m * n // warps // 32 <= 64:
+            for splits in (2, 4, 8):
+                if blocks * splits <= SMS:
+                    stages = min(8, -(-steps // splits))
+                    yield SwapSchedule(m, n, k, stages, 32 * warps, splits=splits)
 
 
 def _held(tile: Tile, w: LinearWorkload) -> Iterator[SwapSchedule]:

@@ -72,12 +72,13 @@ def _ring_gemm_blocks(w: LinearWorkload, s: Any) -> int:
 
 
 def _swap_blocks(w: LinearWorkload, s: Any) -> int:
-    return _ceil(w.m, s.block_m) * _ceil(w.n, s.block_n * s.tiles)
+    return _ceil(w.m, s.block_m) * _ceil(w.n, s.block_n * s.tiles) * s.splits
 
 
 def _gemv_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:
     x, *others = _linear_arguments(i, out)
-    return [x, *[None] * 4, *others, *[None] * 3]  # what would prepare the row, and caches
+    # What would prepare the row, caches and peaks
+    return [x, *[None] * 4, *others, *[None] * 4]
 
 
 def _gemv_blocks(w: LinearWorkload, s: Any) -> int:
