@@ -128,6 +128,6 @@ def choose_token(
     kernel = _select(scores.device, n, valid, greedy, eos, advances, pieces, parts)
     seed, samples, starts = random or (None, None, None)
     kernel(
-        scores, masses, peaks if parts else None, seed, samples, starts, steps, chosen, finite.view(torch.uint8), tokens,
-        left, going, lengths,
+        scores, masses, peaks if parts else None, seed, samples, starts, steps, chosen,
+        finite.view(torch.uint8), tokens, left, going, lengths,
     )  # fmt: skip

@@ -31,7 +31,17 @@ def _select(
     tile, (dtype, out_dtype) = tile_for(device), map(dtype_name, dtypes)
     schedule = gemv_schedule(tile, *sizes, dtype, eps is not None)
     return compile_kernel(
-        gemv_kernel, tile, *sizes, dtype, out_dtype, *epilogue, eps, parts, cached, ahead, schedule,
+        gemv_kernel,
+        tile,
+        *sizes,
+        dtype,
+        out_dtype,
+        *epilogue,
+        eps,
+        parts,
+        cached,
+        ahead,
+        schedule,
         valid,
     )
 
@@ -46,7 +56,8 @@ def takes(rows: int, weight: Tensor) -> bool:
 def part_width(weight: Tensor) -> int:
     """Columns of a part of the peaks of a layer norm's product; the last part may be narrower."""
     tile, dtype = tile_for(weight.device), dtype_name(weight.dtype)
-    return peak_width(gemv_schedule(tile, *weight.shape, dtype, True).block_n)
+    n, k = weight.shape
+    return peak_width(gemv_schedule(tile, n, k, dtype, normed=True).block_n)
 
 
 def norm_sums(gain: Tensor, shift: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -50,8 +50,8 @@ def gemv_kernel(
     With `cached`, Y is a packed query, key and value, and the latter two also go to row
     positions[0] of the caches (1, capacity, n / 3), if there is such a row. `ahead` reads W, bias,
     gain and sums before the kernels launched earlier have ended. X, W, bias and gain have `dtype`,
-    R and Y `out_dtype`, the others float32. `valid`: also write the `peaks` (1, 2 * parts), float32,
-    of the first `valid` columns of Y (float32), of parts of peak_width(block_n): see swap_peaks.py.
+    R and Y `out_dtype`, the others float32. `valid`: of Y (float32) also write the `peaks` (1, 2 *
+    parts) of parts of peak_width(block_n), of its first `valid` columns: see swap_peaks.py.
     """
     block_n, warp_n, split_k = schedule.block_n, schedule.warp_n, schedule.split_k
     chunks, num_threads = -(-k // (split_k * CHUNK)), schedule.num_threads

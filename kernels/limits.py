@@ -297,7 +297,7 @@ def _swap_groups(s: SwapSchedule) -> Iterator[str]:
 
 def _swap_splits(s: SwapSchedule) -> Iterator[str]:
     if s.splits not in (2, 4, 8) or s.block_m % s.splits:
-        yield f"{s.splits} blocks share K: a cluster has 2, 4 or 8, and each some of {s.block_m} rows"
+        yield f"{s.splits} blocks share K: expected 2, 4 or 8, each with some of {s.block_m} rows"
     if s.groups > 1 or s.tiles > 1:
         yield "blocks that share K have one group and one tile"
 

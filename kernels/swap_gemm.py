@@ -53,8 +53,9 @@ def part_width(rows: int, weight: Tensor) -> int:
 def count_parts(rows: int, weight: Tensor) -> int:
     """Of the `peaks` of rows @ weight (n, k)^T, 0 where there is no room to make them."""
     tile, dtype = tile_for(weight.device), dtype_name(weight.dtype)
-    chosen = swap_schedule(tile, rows, *weight.shape, dtype)
-    return -(-weight.shape[0] // chosen.block_n) if may_stage(chosen) else 0
+    n, k = weight.shape
+    chosen = swap_schedule(tile, rows, n, k, dtype)
+    return -(-n // chosen.block_n) if may_stage(chosen) else 0
 
 
 def swap_gemm(

@@ -211,15 +211,13 @@ class Batch:
     def _forward(
         self, tokens: Tensor, counts: Tensor, advance: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Scores (size, V), or more columns than that, of each row's next token, and their peaks."""
+        """Scores (size, V), or more columns, of each row's next token, and their peaks."""
         if isinstance(self.model, GPTModel) and isinstance(self.cache, KVCache):
             return self.model.last_scores(tokens, self.cache, counts, self.vocab_size, advance)
         scores = self.model(tokens, self.cache, last_only=True)  # of one length, all going
         return scores[:, -1], None
 
-    def _choose_fused(
-        self, scores: Tensor, peaks: Tensor | None, lengths: Tensor | None
-    ) -> Tensor:
+    def _choose_fused(self, scores: Tensor, peaks: Tensor | None, lengths: Tensor | None) -> Tensor:
         """As `_choose`, in one kernel behind what the choice asks for.
 
         It also counts the position that rows got in the cache, if given its lengths.

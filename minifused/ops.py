@@ -359,9 +359,7 @@ def _launch_normed(
         # Parts are as wide as a block, a power of 2, and fewer than that have no other width.
         width = next_power_of_2(-(-x.shape[-1] // stats.shape[1]))
         fold, rows = (stats, width, sums, eps), _rows(scaled)
-        swap_gemm_kernel(
-            rows, weight, None, activation, None, out, True, caches, fold, peaks=peaks
-        )
+        swap_gemm_kernel(rows, weight, None, activation, None, out, True, caches, fold, peaks=peaks)
 
 
 def _check_normed(x, norm_weight, weight, activation, sums) -> None:
@@ -1123,9 +1121,7 @@ _softmax_to_draw_op = _define(
 )
 
 
-def softmax_to_draw(
-    x: Tensor, valid: int, peaks: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def softmax_to_draw(x: Tensor, valid: int, peaks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Softmax over the last dimension, with what `choose_token` then need not add up.
 
     Args:

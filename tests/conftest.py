@@ -21,7 +21,7 @@ def pytest_collection_finish():
 
 # Files that build the same kernels: side by side, each would compile or lower them for itself.
 FAMILIES = (
-    ("swap_gemm", "swap_held", "fold"),
+    ("swap_gemm", "swap_held", "fold", "peaks"),
     ("engine", "model", "hf_generation", "benchmark_model"),
 )
 FAMILY_OF = {f"tests/test_{name}.py": family[0] for family in FAMILIES for name in family}

@@ -89,6 +89,20 @@ def poisoned(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float3
     return torch.full(shape, float("nan"), device=device, dtype=dtype)
 
 
+def peaks_of(x: Tensor, valid: int, width: int) -> Tensor:
+    """What a product leaves of its rows x (m, n), in float64: (m, parts, 2).
+
+    Of each part of `width` columns the maximum, which passes over NaN, and the sum of
+    exp(x - that), of the first `valid` columns of the row; -inf and 0 of none.
+    """
+    parts = -(-x.shape[1] // width)
+    x = F.pad(x[:, :valid].double(), (0, parts * width - valid), value=-torch.inf)
+    x = x.view(len(x), parts, width)
+    top = x.masked_fill(x.isnan(), -torch.inf).amax(2)
+    shift = top.masked_fill(top == -torch.inf, 0.0)
+    return torch.stack([top, (x - shift[..., None]).exp().sum(2)], 2)
+
+
 def int32(*values: int, device: str = "cpu") -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 

@@ -6,7 +6,15 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import body_of_kernel, int32, needs_cuda, normal, on_each_dtype, poisoned
+from helpers import (
+    body_of_kernel,
+    int32,
+    needs_cuda,
+    normal,
+    on_each_dtype,
+    peaks_of,
+    poisoned,
+)
 from test_lowering import assert_64_bit_indices, split_barriers
 
 from minifused import ops
@@ -74,8 +82,8 @@ def embed_source(arch):
     return build.lower(embed_kernel, tile, 768, "bfloat16", True, row_schedule(tile, 768, 1024))
 
 
-def choose_source(arch, greedy, pieces=None):
-    static = 50304, 50257, greedy, 50256, True, pieces
+def choose_source(arch, greedy, pieces=None, parts=None):
+    static = 50304, 50257, greedy, 50256, True, pieces, parts
     return build.lower(choose_token_kernel, Tile(arch), *static)
 
 
@@ -89,6 +97,8 @@ KERNELS = {
     "draw": functools.partial(choose_source, greedy=False),
     "draw by masses": functools.partial(choose_source, greedy=False, pieces=(50, 1024)),
     "greedy": functools.partial(choose_source, greedy=True),
+    "greedy by peaks": functools.partial(choose_source, greedy=True, parts=393),
+    "greedy by many peaks": functools.partial(choose_source, greedy=True, parts=3144),
 }
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
@@ -114,9 +124,21 @@ def test_global_indices_are_64_bit():
     for tensor in ("X", "wte", "wpe", "tokens"):
         assert_64_bit_indices(source("embed"), tensor)
     assert_64_bit_indices(source("draw by masses"), "M")
-    for kernel in ("draw", "greedy"):
+    for kernel in ("greedy by peaks", "greedy by many peaks"):
+        assert_64_bit_indices(source(kernel), "K")
+    for kernel in ("draw", "greedy", "greedy by peaks"):
         for tensor in ("P", "chosen", "finite", "tokens"):
             assert_64_bit_indices(source(kernel), tensor)
+
+
+def test_by_peaks_only_one_part_of_a_row_is_read():
+    for parts, kernel in ((393, "greedy by peaks"), (3144, "greedy by many peaks")):
+        text = source(kernel)
+        (use,) = re.findall(r"\bP(?:\[| \+).*", text)
+        assert "token[" in use  # which is within the part
+        assert set(re.findall(r"\*\((\w+)\s*\*\)\(K \+", text)) == {"float2"}
+        width = 50304 // parts
+        assert f"(token[0] * {width})" in text and f"min(((int)threadIdx.x), {width - 1})" in text
 
 
 def test_rows_of_an_embedding_are_read_and_written_as_vectors():
@@ -180,17 +202,21 @@ class State:
             counts = name in ("left", "going", "starts", "lengths")
             setattr(self, name, (value.int() if counts else value).cuda())
 
-    def choose(self, scores, valid, greedy, eos=-1):
-        """Take a step; scores (rows, valid) get a column of weight behind them."""
+    def choose(self, scores, valid, greedy, eos=-1, width=None):
+        """Take a step; scores (rows, valid) get a column of weight behind them.
+
+        With a width, by the peaks of parts of so many columns.
+        """
         padded = torch.full((len(scores), valid + valid % 2), 1e9)
         padded[:, :valid] = scores
-        return self.choose_from(padded.cuda(), valid, greedy=greedy, eos=eos)
+        peaks = width and peaks_of(padded, valid, width).float().cuda()
+        return self.choose_from(padded.cuda(), valid, greedy=greedy, eos=eos, peaks=peaks)
 
-    def choose_from(self, scores, valid, masses=None, greedy=False, eos=-1):
+    def choose_from(self, scores, valid, masses=None, greedy=False, eos=-1, peaks=None):
         choose_token(
             scores, valid, None if greedy else (self.seed, self.samples, self.starts), eos,
             self.steps, self.chosen, self.finite, self.tokens, self.left, self.going, self.lengths,
-            masses,
+            masses, peaks,
         )  # fmt: skip
         for name, value in vars(self).items():
             setattr(self, name, value.cpu())
@@ -237,6 +263,8 @@ def logits_of(kind, rows, valid):
     elif kind == "infinities":
         logits[::3] = -torch.inf
         logits[1::3, valid // 2] = torch.inf
+    elif kind == "last":
+        logits[:, -1] = 99.0
     return torch.zeros(rows, valid) if kind == "equal" else logits
 
 
@@ -244,12 +272,68 @@ def logits_of(kind, rows, valid):
 @needs_cuda
 def test_greedy_is_the_first_of_the_largest(valid):
     rows = 64
-    for kind in ("normal", "ties", "infinities", "equal"):
+    for kind in ("normal", "ties", "infinities", "equal", "last"):
         logits = logits_of(kind, rows, valid)
         state = State(rows).choose(logits, valid, greedy=True)
         assert torch.equal(state.tokens, logits.argmax(dim=-1)), kind
         assert torch.equal(state.chosen[1], state.tokens)
         assert torch.equal(state.finite[1], finite_rows(logits))
+
+
+def assert_same_choice(state, other):
+    for name in ("tokens", "chosen", "finite", "steps", "left", "going", "lengths"):
+        assert torch.equal(getattr(state, name), getattr(other, name)), name
+
+
+each_width = pytest.mark.parametrize("width", [16, 32, 128])
+
+
+@each_width
+@pytest.mark.parametrize("valid", VALID)
+@needs_cuda
+def test_greedy_by_the_peaks_of_parts_is_the_same(valid, width):
+    rows = 64
+    for kind in ("normal", "ties", "infinities", "equal", "last"):
+        logits = logits_of(kind, rows, valid)
+        by_peaks = State(rows).choose(logits, valid, True, eos=3, width=width)
+        assert torch.equal(by_peaks.tokens, logits.argmax(dim=-1)), kind
+        assert_same_choice(by_peaks, State(rows).choose(logits, valid, True, eos=3))
+
+
+@each_width
+@pytest.mark.parametrize("valid", [2, 31, 1025, 50257])
+@needs_cuda
+def test_by_peaks_too_what_is_not_finite_is_noted_and_gives_some_token(valid, width):
+    logits = logits_of("normal", 7, valid)
+    logits[0] = logits[1, 0] = logits[2, valid - 1] = logits[3, valid // 2] = torch.nan
+    logits[3, 0] = logits[4, 0] = logits[4, valid - 1] = torch.inf
+    logits[5] = -torch.inf
+    state = State(7).choose(logits, valid, True, width=width)
+    assert state.finite[1].tolist() == [False] * 6 + [True]
+    assert ((state.tokens >= 0) & (state.tokens < valid)).all()
+    assert logits[4, state.tokens[4]] == torch.inf and state.tokens[5] == 0
+    assert state.tokens[6] == logits[6].argmax()
+
+
+@each_width
+@needs_cuda
+def test_by_peaks_only_the_best_part_is_looked_at(width):
+    rows, n = 3, 4096
+    scores = logits_of("normal", rows, n).cuda()
+    peaks = peaks_of(scores, n, width).float()
+    best = torch.tensor([0, 7, n // width - 1])
+    peaks[torch.arange(rows), best, 0] = 1e9
+    state = State(rows).choose_from(scores, n, greedy=True, peaks=peaks)
+    tops = scores.cpu().view(rows, -1, width)[torch.arange(rows), best].argmax(dim=-1)
+    assert torch.equal(state.tokens, best * width + tops)
+    assert state.finite[1].all()
+
+
+@needs_cuda
+def test_a_draw_passes_over_peaks():
+    weights = probabilities("normal", 64, 1000)
+    plain = State(64).choose(weights, 1000, greedy=False)
+    assert_same_choice(State(64).choose(weights, 1000, greedy=False, width=32), plain)
 
 
 @pytest.mark.parametrize("greedy", [True, False])

@@ -104,6 +104,32 @@ def test_a_thousand_steps_of_one_graph_are_those_of_launches(size, dtype):
 
 
 @needs_cuda
+@pytest.mark.parametrize("size", [2, 33])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@torch.inference_mode()
+def test_scores_with_peaks_take_no_kernel_to_add_them_up(dtype, size):
+    batch = new_batch(fused(dtype), size, SamplingParams(), False)
+    take(batch, random_tokens(size, 20).tolist(), 4)  # compiles
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        batch.step()
+        torch.cuda.synchronize()
+    ran = {event.name.removesuffix("_kernel") for event in profile.events()}
+    assert "piece_values" in ran and ("piece_sums" in ran) == (dtype == torch.float32)
+
+
+@needs_cuda
+@pytest.mark.parametrize("size", [1, 3, 33])
+@torch.inference_mode()
+def test_greedy_tokens_are_the_largest_scores(size):
+    batch = new_batch(fused(torch.bfloat16), size, GREEDY, False)
+    batch.begin(random_tokens(size, 20).tolist(), range(size), [9] * size)
+    for choose in (batch.prefill, *[batch.step] * 8):
+        logits = choose()
+        assert torch.equal(batch.tokens[:, 0], logits.argmax(-1)) and logits.any()
+    assert batch.finite[:9].all() and not batch.finite[9:].any()
+
+
+@needs_cuda
 @torch.inference_mode()
 def test_512_greedy_tokens_are_the_twins():
     prompt = random_tokens(1, 20)

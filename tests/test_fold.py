@@ -184,10 +184,9 @@ def lowered(case, m, width=768):
     return body_of_kernel(source), chosen
 
 
-# "o" differs from "fc2" in its depth alone, and in how many groups share that.
-on_each_case = pytest.mark.parametrize(
-    ("case", "m"), [*((case, m) for case in CASES if case != "o" for m in (8, 33)), ("fc2", 128)]
-)
+# "o" differs from "fc2" in its depth alone, which groups of warps share, or blocks of a cluster.
+FEW = [(case, m) for case in CASES for m in (8, 33) if (case, m) != ("o", 8)]
+on_each_case = pytest.mark.parametrize(("case", "m"), [*FEW, ("fc2", 128)])
 
 
 @on_each_case
@@ -203,13 +202,19 @@ def test_only_constants_are_read_ahead_of_the_kernel_before(case, m):
     assert "atomic" not in source
 
 
+def barriers_of(case, chosen):
+    """Of a whole block, where sums go through shared memory."""
+    if chosen.held:  # also for the tiles of rows, and between these and the moments
+        return 1 + chosen.shared_rows * chosen.block_m // limits.TILE_ROWS + CASES[case][4]
+    return 5 if chosen.splits > 1 else 3  # the sums of a cluster's blocks lie where operands did
+
+
 @on_each_case
 def test_barriers_are_for_all_threads(case, m):
     source, chosen = lowered(case, m)
     assert all("partial" in barrier for _, barrier in split_barriers(source))  # of a group
     if limits.staged_bytes(chosen):  # of the sums, and of what is loaded
-        waits = chosen.shared_rows * chosen.block_m // limits.TILE_ROWS
-        assert source.count("__syncthreads") == (1 + waits if chosen.held else 3)
+        assert source.count("__syncthreads") == barriers_of(case, chosen)
 
 
 @pytest.mark.parametrize("m", [33])
@@ -222,8 +227,9 @@ def test_moments_are_on_their_way_before_the_rows_and_merged_before_a_wait(case,
     assert source.count("__shfl_xor_sync") == 2
 
 
-@pytest.mark.parametrize("m", [8, 16, 128])
-@pytest.mark.parametrize("case", ["fc2"])
+@pytest.mark.parametrize(
+    ("case", "m"), [("fc2", 8), ("fc2", 16), ("fc2", 128), ("o", 33), ("o", 128)]
+)
 def test_a_rows_moments_are_summed_within_a_warp(case, m):
     source, _ = lowered(case, m)
     sums = re.findall(r"AllReduce<tl::SumOp, (\d+), 1, ", source)

@@ -64,11 +64,11 @@ def test_it_takes_one_row_and_16_bit_weights_in_whole_vectors(
 @functools.cache
 def source(
     arch="sm_90a", n=768, k=768, dtype="bfloat16", out="float32", eps=None, parts=None,
-    cached=False, ahead=True,
+    cached=False, ahead=True, valid=None,
 ):  # fmt: skip
     tile = Tile(arch)
     schedule = gemv_schedule(tile, n, k, dtype, eps is not None)
-    static = n, k, dtype, out, "gelu_tanh", True, True, eps, parts, cached, ahead, schedule
+    static = n, k, dtype, out, "gelu_tanh", True, True, eps, parts, cached, ahead, schedule, valid
     return body_of_kernel(build.lower(gemv_kernel, tile, *static))
 
 
@@ -78,6 +78,7 @@ FORMS = {
     "parts": {"parts": (8, 64)},
     "cached": {"n": 2304, "eps": EPS, "cached": True, "out": "bfloat16"},
     "ragged": {"n": 77, "k": 1000},
+    "peaks": {"n": 200, "eps": EPS, "valid": 131},
 }
 each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
@@ -95,7 +96,7 @@ def test_weights_are_read_before_the_kernels_ahead_have_ended_and_all_else_after
     late = form.get("cached")
     assert "cudaTriggerProgrammaticLaunchCompletion" in (after if late else before)
     constants = r"\b(W|bias|gain|sums)( \+|\[)"
-    rest = r"\b(X|O|ML|R|Y|positions|[KV]_cache)( \+|\[)"
+    rest = r"\b(X|O|ML|R|Y|peaks|positions|[KV]_cache)( \+|\[)"
     assert re.search(constants, before) and not re.search(rest, before)
     assert re.search(rest, after) and not re.search(constants, after)
 
@@ -117,6 +118,13 @@ def test_sums_have_one_order_and_barriers_all_threads(form):
     text = source(**form)
     assert not re.search("atomic", text, re.IGNORECASE)
     assert split_barriers(text) == []
+
+
+def test_peaks_are_written_once_and_not_read():
+    text = source(**FORMS["peaks"])
+    uses = re.findall(r"^ *(\S*\bpeaks\b.*?) = ", text, re.MULTILINE)
+    assert len(re.findall(r"\bpeaks(?: \+|\[)", text)) == len(uses) == 2
+    assert "peaks" not in source(**FORMS["norm"])
 
 
 def test_indices_into_a_weight_of_more_than_2_31_elements_are_64_bit():

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import DEVICES
+from helpers import DEVICES, int32
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifused import checkpoint, ops
@@ -75,6 +75,19 @@ def test_positions_matter_and_are_not_off_by_one():
     cache = model.new_cache(1, 20)
     steps = [model(tokens[:, i : i + 1], cache) for i in range(20)]
     torch.testing.assert_close(torch.cat(steps, 1), twin(tokens), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_last_scores_are_those_of_a_pass_and_count_positions_if_told(device):
+    model, _ = random_pair(SMALL, device)
+    tokens, lengths = random_tokens(SMALL, 2, 9, device=device), int32(4, 9, device=device)
+    logits = model(tokens, model.new_cache(2, 16), last_only=True, lengths=lengths)[:, 0]
+    for advance in (True, False):
+        cache = model.new_cache(2, 16)
+        scores, peaks = model.last_scores(tokens, cache, lengths, 97, advance)
+        assert torch.equal(scores[:, :97], logits) and logits.any()
+        assert scores.shape[1] == 128 and len(peaks) == 2
+        assert cache.lengths.tolist() == ([4, 9] if advance else [0, 0])
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 129])

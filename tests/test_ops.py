@@ -65,6 +65,10 @@ def norm_linear(draw):
     return (draw(5, 192), draw(192), draw(192), 1e-5, draw(96, 192), draw(96), "gelu_tanh"), None
 
 
+def scores(draw):
+    return (draw(5, 192), draw(192), draw(192), 1e-5, draw(96, 192), 77), None
+
+
 def norm_qkv(draw):
     caches = draw(2, 33, 2, 8), draw(2, 33, 2, 8)
     positions = int32(0, 30, device=caches[0].device)
@@ -88,7 +92,8 @@ def embed(draw):
 
 SAMPLES = {make.__name__: make for make in
            (linear, attention, decode_attention, softmax, layer_norm, append_kv, vector_add,
-            norm_linear, norm_qkv, add_linear, add_decode_attention, embed, softmax_to_draw)
+            norm_linear, scores, norm_qkv, add_linear, add_decode_attention, embed,
+            softmax_to_draw)
            }  # fmt: skip
 WITH_OUT = [name for name in SAMPLES if SAMPLES[name](normal())[1] is not None]
 OVERLOADS = [*SAMPLES, *(f"{name}.out" for name in WITH_OUT)]

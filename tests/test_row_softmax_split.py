@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from helpers import assert_within_bound, needs_cuda, normal, on_each_dtype, poisoned
+from helpers import assert_within_bound, needs_cuda, normal, on_each_dtype, peaks_of, poisoned
 from test_lowering import assert_64_bit_indices, assert_waits, lowered, split_barriers
 from torch.nn import functional as F
 
@@ -24,6 +24,7 @@ from minifused.kernels.row_softmax_pieces import (
     piece_values_kernel,
 )
 from minifused.kernels.row_softmax_split import (
+    MAX_PARTS,
     MAX_SPLIT,
     PIECES,
     SPLIT_ROWS,
@@ -134,6 +135,72 @@ def test_both_forms_on_infinities_and_nan(name):
         assert out[5].isfinite().all()
 
 
+# By the peaks of parts that are not the pieces: fewer than these, or several a lane
+
+WIDTHS = {
+    "a row partly kept": (1003, 1003, SMALL, (16, 128, 1024)),  # 16 pieces and as many lanes
+    "padded": (131, 97, SMALL, (16, 64)),  # of 9 parts two have no valid column
+    "each row begins elsewhere": (257, 257, DEEP, (8, 256)),
+}
+BY_PEAKS = [(name, width) for name, (*_, widths) in WIDTHS.items() for width in widths]
+by_peaks = pytest.mark.parametrize(("name", "width"), BY_PEAKS)
+
+
+@functools.cache
+def split(name):
+    n, valid, schedule, _ = WIDTHS[name]
+    return compile_split(CPU, n, valid, F32, F32, schedule)
+
+
+def with_infinities(rows, n, valid):
+    """Three rows that have no softmax, one that is a single column's, and one like others."""
+    x = normal()(rows, n)
+    x[0], x[1, valid - 1], x[2, valid // 2], x[3] = -math.inf, math.inf, math.nan, -math.inf
+    x[3, valid - 1] = -1e4
+    return x
+
+
+@by_peaks
+def test_the_peaks_of_any_parts_stand_for_the_first_kernel(name, width):
+    n, valid, *_ = WIDTHS[name]
+    x = normal()(9, n, std=3.0)
+    x[:, valid:] = math.nan
+    out, plain, peaks = poisoned(9, n), poisoned(9, n), peaks_of(x, valid, width).float()
+    split(name)(x, plain)
+    split(name)(x, out, None, peaks)
+    assert ((out - plain).abs() <= 1e-6 * plain).all() and plain.any()
+    assert_within_bound(out, reference(x, valid), reference(x, valid).float())
+    peaks[..., 1] *= 2  # they are what the sum is from
+    split(name)(x, out, None, peaks)
+    torch.testing.assert_close(out, plain / 2, rtol=1e-6, atol=0)
+
+
+@by_peaks
+def test_by_peaks_too_infinities_and_nan_give_nan(name, width):
+    n, valid, *_ = WIDTHS[name]
+    x, out = with_infinities(5, n, valid), poisoned(5, n)
+    split(name)(x, out, None, peaks_of(x, valid, width).float())
+    assert out[:3, :valid].isnan().all() and not out[:, valid:].any()
+    assert torch.equal(out[3], F.one_hot(torch.tensor(valid - 1), n).float())
+    torch.testing.assert_close(out[4].double(), reference(x, valid)[4], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_by_the_peaks_of_its_own_pieces_it_is_the_same_bit_for_bit(name):
+    n, valid, schedule, _ = WIDTHS[name]
+    pieces = count_pieces(row_lanes(CPU, valid, F32, F32, schedule))
+    x, peaks = normal()(9, n, std=3.0), poisoned(9, pieces, 2)
+    compile_kernel(piece_sums_kernel, CPU, n, valid, F32, F32, schedule)(x, peaks)
+    assert torch.equal(softmax(split(name), x), softmax(lambda *t: split(name)(*t, None, peaks), x))
+
+
+def test_more_peaks_than_are_worth_it_are_passed_over():
+    name = "a row partly kept"
+    x = normal()(2, 1003, std=3.0)
+    wrong = torch.ones(2, MAX_PARTS + 1, 2)
+    assert torch.equal(softmax(split(name), x), softmax(lambda *t: split(name)(*t, None, wrong), x))
+
+
 def masses_of(probabilities, valid, columns):
     weights = (probabilities[:, :valid].double() * 2.0**50).long()
     return torch.stack([piece.sum(dim=1) for piece in weights.split(columns, dim=1)], dim=1)
@@ -189,6 +256,10 @@ def values(tile, dtype, n, valid, out_dtype):
     return piece_values_kernel, tile, *static
 
 
+def values_by_peaks(tile, dtype, n, valid, out_dtype):
+    return *values(tile, dtype, n, valid, out_dtype), MAX_PARTS  # several a lane
+
+
 SOURCES = [
     ("sm_90a", BF16, BF16, 50257, 50257),
     ("sm_90a", BF16, BF16, 50304, 50257),
@@ -202,6 +273,7 @@ CASES_OF_SOURCES = [
     *((wide, SOURCES[i]) for i in (0, 1, 3, 5)),
     *((make, SOURCES[i]) for make in (sums, values) for i in (0, 4)),
     (values, SOURCES[2]),
+    (values_by_peaks, SOURCES[4]),
 ]
 
 
@@ -225,7 +297,7 @@ def test_rows_go_16_bytes_at_a_time_whatever_their_length(make, case):
         writes, written_singly = accesses(source, "Y")
         assert writes == {16}
         assert written_singly <= 3, "more than the two ends and the padding"
-    assert_sound(source, "XP" if make is sums else "XY")
+    assert_sound(source, "XP" if make is sums else "XYP" if make is values_by_peaks else "XY")
     if arch != "sm_80":
         assert_waits(source, set())
     assert shared <= limits.shared_memory_limit(Tile(arch)) // 2
@@ -279,6 +351,34 @@ def test_masses_on_a_gpu(n, valid, rows):
         expected = masses_of(out, valid, piece_columns(n))
         expected[:, masses.shape[1] - 1] += expected[:, masses.shape[1] :].sum(dim=1)
         assert torch.equal(masses, expected[:, : masses.shape[1]])
+
+
+@needs_cuda
+@pytest.mark.parametrize("rows", [1, 32, 128])
+@pytest.mark.parametrize("width", [32, 64, 128, 4096])
+def test_peaks_change_no_probability_and_masses_are_of_what_is_written(rows, width):
+    n, valid = 50304, 50257
+    x = normal("cuda")(rows, n, std=3.0)
+    x[:, valid:] = math.nan
+    peaks = peaks_of(x, valid, width).float()
+    out, masses = ops.softmax_to_draw(x, valid, peaks)
+    plain, _ = ops.softmax_to_draw(x, valid)
+    assert plain.any() and ((out - plain).abs() <= 1e-6 * plain).all()
+    assert peaks.shape[1] <= MAX_PARTS or torch.equal(out, plain)
+    assert torch.equal(masses, masses_of(out, valid, piece_columns(n))[:, : masses.shape[1]])
+    for _ in range(20):
+        assert torch.equal(ops.softmax_to_draw(x, valid, peaks)[0], out)
+
+
+@needs_cuda
+@pytest.mark.parametrize("width", [64, 128])
+def test_by_peaks_too_infinities_and_nan_give_nan_on_a_gpu(width):
+    n, valid = 50304, 50257
+    x = with_infinities(5, n, valid).cuda()
+    out, _ = ops.softmax_to_draw(x, valid, peaks_of(x, valid, width).float())
+    assert out[:3, :valid].isnan().all() and not out[:, valid:].any()
+    assert torch.equal(out[3], F.one_hot(torch.tensor(valid - 1), n).to(out))
+    assert torch.equal(out[4] > 0, torch.arange(n, device="cuda") < valid)
 
 
 @needs_cuda

@@ -110,6 +110,11 @@ def source(case, width=768, m=8, chosen=None, ahead=True):
     return body_of_kernel(text)
 
 
+def has_norm(case):
+    """Whether a case ends a layer norm, whose moments wait for the rows to be asked for."""
+    return CASES[case][4]
+
+
 LAYER = ["qkv", "o", "fc1", "fc2"]
 READ = r"\*\((\w+)\s*\*\)\({} \+"
 
@@ -143,23 +148,40 @@ def test_more_rows_meet_the_weights_tile_by_tile_as_they_come(case, m):
     assert text.count("mma_sync<") == text.count("cp_async_commit") == tiles
     steps = re.findall(r"cp_async_wait<(\d)>\(\);\n  __syncthreads|(mma_sync<)", after)
     assert steps == [s for t in range(tiles) for s in ((str(tiles - 1 - t), ""), ("", "mma_sync<"))]
-    assert split_barriers(text) == [] and text.count("__syncthreads") == 1 + tiles
+    assert split_barriers(text) == []
+    assert text.count("__syncthreads") == 1 + tiles + has_norm(case)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_the_next_rows_are_asked_for_before_the_products_that_they_follow_are_left(stages):
     text = source("qkv", m=32, chosen=held(16, 16, 4, 192, 2, rows=32, stages=stages))
     _, after = halves(text)
-    found = re.findall(r"\(uint4\*\)\(A \+|(mma_sync<)|(sums\w*)\[.* = total", after)
-    ahead = [("", "")] * (6 * stages)
+    found = re.findall(r"\(uint4\*\)\(A \+|(mma_sync<|__syncthreads)|(sums\w*)\[.* = total", after)
+    barrier, product = [("__syncthreads", "")], [("mma_sync<", "")]
+    ahead = [("", "")] * (6 * stages) + barrier  # behind which the moments are asked for
     assert found[: len(ahead)] == ahead and found.count(("", "")) == 4 * 6
-    product = [("mma_sync<", "")]
     rest = found[len(ahead) :]
     for t in range(4):
         wanted = product + [("", "")] * (6 if t + stages < 4 else 0)
         assert rest[: len(wanted)] == wanted and rest[len(wanted)][1]
         rest = rest[len(wanted) + 1 :]
-    assert rest == [] and text.count("__syncthreads") == 1
+    assert rest == barrier and text.count("__syncthreads") == 2
+
+
+@pytest.mark.parametrize(
+    ("case", "m", "width"), [("qkv", 8, 768), ("qkv", 32, 768), ("fc1", 32, 768), ("qkv", 8, 1600)]
+)
+def test_moments_are_asked_for_behind_the_rows_and_merged_before_the_products(case, m, width):
+    _, after = halves(source(case, width, m))
+    rows, stats, merge, product, norms, barriers = (
+        [match.start() for match in re.finditer(pattern, after)]
+        for pattern in (
+            r"\(A \+|&\(A\[", r"\(stats \+", "__shfl_xor_sync", "mma_sync<", r"\bnorms(?: \+|\[)",
+            "__syncthreads",
+        )
+    )  # fmt: skip
+    assert rows[-1] < barriers[0] < stats[0] <= stats[-1] < merge[0]
+    assert merge[-1] < norms[0] < product[0] <= product[-1] < barriers[-1] < norms[1]
 
 
 def test_weights_that_may_still_be_written_are_read_after_them():
@@ -175,7 +197,8 @@ def test_weights_that_may_still_be_written_are_read_after_them():
 def test_sums_have_one_order_and_barriers_all_threads(case):
     text = source(case, 1600)
     shared = "cp_async_wait<0>" in text
-    assert split_barriers(text) == [] and text.count("__syncthreads") == 1 + shared
+    assert split_barriers(text) == []
+    assert text.count("__syncthreads") == 1 + shared + has_norm(case)
 
 
 def test_all_columns_of_whole_chunks_are_read_without_a_condition():
@@ -203,7 +226,8 @@ def test_indices_are_64_bit():
 
 def test_rows_in_shared_memory_are_waited_for_by_all():
     text = source("qkv", 1600)
-    wait, barrier = text.index("cp_async_wait<0>"), text.index("__syncthreads")
+    wait = text.index("cp_async_wait<0>")
+    barrier = text.index("__syncthreads", wait)
     reads = [match.start() for match in re.finditer(r"\*\(uint4\*\)\(A_shared", text)]
     assert text.rindex("cp_async_gs") < text.index("cp_async_commit") < wait < barrier < min(reads)
     assert len(reads) == 13
@@ -266,7 +290,7 @@ def test_schedules_that_the_rules_do_not_choose(chosen, m):
     )  # fmt: skip
     out, scaled = residual.clone(), poisoned(m, n, device="cuda", dtype=torch.bfloat16)
     moments = poisoned(m, 2 * -(-n // chosen.block_n), device="cuda")
-    kernel(x, weight, bias, out, out, *[None] * 5, gain, scaled, moments)
+    kernel(x, weight, bias, out, out, *[None] * 5, gain, scaled, moments, None)
     given = x, weight, bias, None, residual
     assert_within_bound(
         out, formula(*doubles(*given)), formula(x, weight, bias, None, None) + residual
