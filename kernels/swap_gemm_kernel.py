@@ -5,7 +5,8 @@ few rows of A its columns. Weights are the whole cost: with TMA, a ring of their
 before the kernel waits for the one that writes A, if no kernel writes them. Products of a tile are
 a chain, each waiting for the one before: groups of warps take turns at the steps through K, and
 their sums meet in shared memory, from where a store is wide. For up to 32 rows there is a form with
-weights in registers: see swap_held.py.
+weights in registers: see swap_held.py; for few tiles and a long K one whose blocks share K: see
+swap_split_block.py.
 """
 
 import tilelang.language as T
