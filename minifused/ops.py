@@ -1140,7 +1140,7 @@ def _peaks_or_none(peaks: Tensor | None, x: Tensor) -> Tensor | None:
     if peaks is None or not peaks.numel():
         return None
     _require_state("peaks", peaks, (x.shape[0], *peaks.shape[1:2], 2), torch.float32, x)
-    return peaks
+    return _dense(peaks)  # kernels read both values of a part at once
 
 
 def _choose_token(
