@@ -15,7 +15,7 @@ from minifused.kernels.build import compile_kernel, tile_for
 from minifused.kernels.draw_token import NUM_THREADS, Segments, draw_macro
 from minifused.kernels.philox import philox_uniform
 from minifused.kernels.row_softmax_split import piece_columns
-from minifused.kernels.schedule import next_power_of_2
+from minifused.kernels.schedule import width_of_parts
 from minifused.kernels.tile import Tile
 
 
@@ -36,8 +36,7 @@ def choose_token_kernel(
     """
     batch, capacity = T.dynamic("batch"), T.dynamic("capacity")
     segments = Segments.of_warps(valid) if pieces is None else Segments(*pieces, given=True)
-    # Parts are a power of 2 wide, and fewer than that have no other width.
-    width = next_power_of_2(-(-n // parts)) if parts else None
+    width = width_of_parts(n, parts) if parts else None
     draw, argmax = draw_macro(valid, segments), argmax_macro(valid, width)
     count = 1 if pieces is None else pieces[0]
 

@@ -30,20 +30,9 @@ def _select(
 ) -> Callable[..., None]:
     tile, (dtype, out_dtype) = tile_for(device), map(dtype_name, dtypes)
     schedule = gemv_schedule(tile, *sizes, dtype, eps is not None)
-    return compile_kernel(
-        gemv_kernel,
-        tile,
-        *sizes,
-        dtype,
-        out_dtype,
-        *epilogue,
-        eps,
-        parts,
-        cached,
-        ahead,
-        schedule,
-        valid,
-    )
+    before = eps, parts, cached, ahead
+    static = *sizes, dtype, out_dtype, *epilogue, *before, schedule, valid
+    return compile_kernel(gemv_kernel, tile, *static)
 
 
 def takes(rows: int, weight: Tensor) -> bool:

@@ -7,6 +7,7 @@ import tilelang.language as T
 from minifused.kernels.decode_lanes import sum_over_lanes
 from minifused.kernels.epilogue import activate
 from minifused.kernels.gemv_row import VECTOR
+from minifused.kernels.online_softmax import shift_by
 
 LANES = 8  # weight rows of a warp that its lanes are of, four lanes a row
 CHAINS = 4  # of products that do not wait for each other
@@ -106,8 +107,7 @@ def write_peaks(value, first, valid, block_n, tx, peaks):
         top[0] = x[0]
         for bit in T.unroll(int(math.log2(width))):
             top[0] = T.max(top[0], T.shfl_xor(top[0], 1 << bit))
-        # No finite value: shift by 0, not by -inf, which would give NaN.
-        x[0] = T.exp(x[0] - T.if_then_else(top[0] == -T.infinity("float32"), 0.0, top[0]))
+        x[0] = T.exp(x[0] - shift_by(top[0]))
         sum_over_lanes(x, 0, 1, width)
         if tx % width == 0 and tx < block_n and 2 * part < peaks.shape[1]:
             peaks[0, 2 * part] = top[0]

@@ -1,8 +1,13 @@
-"""One step of the online softmax that attention kernels share."""
+"""What kernels with an online softmax share: what scores are shifted by, and a step of it."""
 
 import tilelang.language as T
 
 from minifused.kernels.tile import Tile
+
+
+def shift_by(maximum):
+    """What scores are shifted by: a maximum, or 0 where that is -inf, as -inf - -inf is NaN."""
+    return T.if_then_else(maximum == -T.infinity("float32"), 0.0, maximum)
 
 
 @T.macro
@@ -17,8 +22,7 @@ def online_softmax(tile: Tile, s, m, l, rescale, shift, block_sum, scale_log2):
     T.copy(m, rescale)
     T.reduce_max(s, m, dim=1, clear=False)
     for i in tile.parallel(rows):
-        # A row without a visible key so far: shift by 0, since -inf - -inf is NaN.
-        shift[i] = T.if_then_else(m[i] == -T.infinity("float32"), 0.0, m[i])
+        shift[i] = shift_by(m[i])
         rescale[i] = tile.exp2((rescale[i] - shift[i]) * scale_log2)
     for i, j in tile.parallel(rows, keys):
         # Not s * scale - m * scale, which leaves a large score the rounding of its product.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 
 from minifused.kernels.limits import ITEM_BYTES
+from minifused.kernels.online_softmax import shift_by
 from minifused.kernels.schedule import RowSchedule
 from minifused.kernels.tile import Tile
 
@@ -118,8 +119,7 @@ def add(r, x, m, l, shift):
                 m[i] = T.max(m[i], T.cast(x[k, i, j], "float32"))
     for i in r.tile.parallel(r.lanes):
         before = shift[i]
-        # No finite value so far: shift by 0, not by -inf, which would give NaN.
-        shift[i] = T.if_then_else(m[i] == -T.infinity("float32"), 0.0, m[i])
+        shift[i] = shift_by(m[i])
         l[i] *= r.exp(before - shift[i])
     for k in T.unroll(int(x.shape[0])):
         for j in T.unroll(int(x.shape[2])):
@@ -132,6 +132,6 @@ def merge(r, m, l, row_max, row_sum):
     """row_max (1) and row_sum (1) of all lanes."""
     T.reduce_max(m, row_max, dim=0)
     for i in r.tile.parallel(r.lanes):
-        shift = T.if_then_else(row_max[0] == -T.infinity("float32"), 0.0, row_max[0])
+        shift = shift_by(row_max[0])
         l[i] *= r.exp(m[i] - shift)
     T.reduce_sum(l, row_sum, dim=0)

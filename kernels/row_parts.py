@@ -2,6 +2,8 @@
 
 import tilelang.language as T
 
+from minifused.kernels.online_softmax import shift_by
+
 
 @T.macro
 def merge_parts(r, P, row, m, l, maximum, total, row_max, row_sum):
@@ -25,6 +27,6 @@ def merge_parts(r, P, row, m, l, maximum, total, row_max, row_sum):
     T.reduce_max(maximum, row_max, dim=0)
     for k in T.unroll(count):
         for i in r.tile.parallel(r.lanes):
-            shift = T.if_then_else(row_max[0] == -T.infinity("float32"), 0.0, row_max[0])
+            shift = shift_by(row_max[0])
             total[i] += l[k, i] * r.exp(m[k, i] - shift)
     T.reduce_sum(total, row_sum, dim=0)

@@ -209,6 +209,11 @@ def next_power_of_2(x: int) -> int:
     return 1 << max(0, x - 1).bit_length()
 
 
+def width_of_parts(columns: int, parts: int) -> int:
+    """Of parts that a block each has left of a row: a power of 2, and fewer have no other width."""
+    return next_power_of_2(-(-columns // parts))
+
+
 def gemm_schedule(tile: Tile, m: int, n: int, k: int, dtype: str) -> GemmSchedule:
     return tuned(tile, "gemm", buckets.gemm(m, n, k), dtype, _gemm_rule(tile, m, n, k, dtype))
 

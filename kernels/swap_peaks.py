@@ -6,6 +6,8 @@ results in registers, so that the softmax is spared a kernel, and a reading of t
 
 import tilelang.language as T
 
+from minifused.kernels.online_softmax import shift_by
+
 
 @T.macro
 def write_peaks(tile, done, peaks, row, col, part):
@@ -23,8 +25,7 @@ def write_peaks(tile, done, peaks, row, col, part):
             x[j, i] = T.if_then_else(col + i < columns, done[j, i], -T.infinity("float32"))
         T.reduce_max(x, top, dim=1)
         for j, i in tile.parallel(block_m, block_n):
-            # No finite value: shift by 0, not by -inf, which would give NaN.
-            shift = T.if_then_else(top[j] == -T.infinity("float32"), 0.0, top[j])
+            shift = shift_by(top[j])
             x[j, i] = tile.exp(x[j, i] - shift)
         T.reduce_sum(x, total, dim=1)
         for j in tile.parallel(block_m):

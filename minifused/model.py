@@ -173,6 +173,11 @@ class GPTModel(nn.Module):
         """(padded vocabulary, C): one row of scores a token."""
         return (self.wte if self.config.tie_word_embeddings else self.lm_head)["weight"]
 
+    @property
+    def _head(self) -> tuple[Tensor, Tensor, float, Tensor]:
+        """The layer norm behind the last layer, and the head's weight."""
+        return self.ln_f.weight, self.ln_f.bias, self.config.layer_norm_epsilon, self.head
+
     def fold_norms(self) -> None:
         """Take from the weights, as they are now, what lets a step do without its layer norms."""
         for block in self.blocks:
@@ -207,10 +212,8 @@ class GPTModel(nn.Module):
         Raises:
             ValueError: there are more positions than the model or the cache has.
         """
-        x = self._stream(tokens, cache, last_only, lengths, advance=True)
-        norm = self.ln_f.weight, self.ln_f.bias, self.config.layer_norm_epsilon
-        sums = self.head_sums
-        logits = ops.norm_linear(x, *norm, self.head, sums=sums, out_dtype=torch.float32)
+        x, sums = self._stream(tokens, cache, last_only, lengths, advance=True), self.head_sums
+        logits = ops.norm_linear(x, *self._head, sums=sums, out_dtype=torch.float32)
         return logits[..., : self.config.vocab_size]
 
     def last_scores(
@@ -226,8 +229,7 @@ class GPTModel(nn.Module):
             The logits, and their peaks: see `ops.scores`.
         """
         x = self._stream(tokens, cache, True, lengths, advance)
-        norm = self.ln_f.weight, self.ln_f.bias, self.config.layer_norm_epsilon
-        logits, peaks = ops.scores(x, *norm, self.head, valid, self.head_sums)
+        logits, peaks = ops.scores(x, *self._head, valid, self.head_sums)
         return logits[:, -1], peaks
 
     def _stream(

@@ -35,7 +35,7 @@ from minifused.kernels.gemv import takes as gemv_takes
 from minifused.kernels.layer_norm import layer_norm as layer_norm_kernel
 from minifused.kernels.row_softmax import row_softmax as row_softmax_kernel
 from minifused.kernels.row_softmax_split import count_masses
-from minifused.kernels.schedule import next_power_of_2, split_schedule
+from minifused.kernels.schedule import split_schedule, width_of_parts
 from minifused.kernels.skinny_gemm import skinny_gemm as skinny_gemm_kernel
 from minifused.kernels.swap_gemm import count_parts as swap_gemm_count_parts
 from minifused.kernels.swap_gemm import part_width as swap_gemm_part_width
@@ -356,8 +356,7 @@ def _launch_normed(
         row = _rows(x), weight, None, activation, None, out, (norm_weight, sums, eps)
         gemv_kernel(*row, caches=caches, ahead=True, peaks=peaks)
     else:
-        # Parts are as wide as a block, a power of 2, and fewer than that have no other width.
-        width = next_power_of_2(-(-x.shape[-1] // stats.shape[1]))
+        width = width_of_parts(x.shape[-1], stats.shape[1])
         fold, rows = (stats, width, sums, eps), _rows(scaled)
         swap_gemm_kernel(rows, weight, None, activation, None, out, True, caches, fold, peaks=peaks)
 
