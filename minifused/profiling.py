@@ -5,22 +5,17 @@ as TileLang does, and so with the checks of its arguments, which on a CPU take 1
 clock calls it as the launchers do. On a GPU both time between events, behind a flush of L2.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor
 
+from minifused.arguments import OF_KERNEL, Arguments, for_kernel
 from minifused.benchmark import clock
 from minifused.benchmark.records import Spread
 from minifused.errors import UserError
 from minifused.inspection import Case, lower
 from minifused.kernels.build import compile_kernel, compile_program, tile_for
 from minifused.kernels.limits import violation
-from minifused.workloads import Inputs
 
 WARM_CALLS, ROUNDS = 3, 30
-Arguments = list[Tensor | None]
 
 
 def profile(case: Case) -> dict[str, float | None]:
@@ -29,7 +24,7 @@ def profile(case: Case) -> dict[str, float | None]:
     Raises UserError where its architecture is not this machine's, its schedule cannot run, or it
     is only a part of its operation.
     """
-    if case.kernel not in ARGUMENTS or getattr(case.schedule, "splits", 1) > 1:
+    if case.kernel not in OF_KERNEL or getattr(case.schedule, "splits", 1) > 1:
         raise UserError(
             f"{case.kernel} is one of several launches of its operation here: benchmark.py kernels "
             "times them together"
@@ -42,7 +37,7 @@ def profile(case: Case) -> dict[str, float | None]:
     lower(case)  # says in a line why a schedule does not compile
     dtype = getattr(torch, case.dtype)
     inputs = workload.inputs(device, dtype, torch.Generator(device).manual_seed(0))
-    arguments = ARGUMENTS[case.kernel](inputs)
+    arguments = for_kernel(case.kernel, inputs, device)
     theirs, ours = builtin_seconds(case, arguments, device), our_seconds(case, arguments, device)
     flops, moved = workload.flops, workload.bytes(dtype)
     return {
@@ -83,68 +78,3 @@ def our_seconds(case: Case, arguments: Arguments, device: torch.device) -> Sprea
     measure = clock.Stopwatch(device)
     seconds = [measure(lambda: kernel(*arguments)) for _ in range(WARM_CALLS + ROUNDS)]
     return Spread.of(seconds[WARM_CALLS:])
-
-
-# What each kernel takes, in its order, from the inputs of its operation
-
-
-def _linear(i: Inputs) -> Arguments:
-    x, weight = i["x"], i["weight"]
-    out = x.new_empty(x.shape[0], weight.shape[0], dtype=i["out_dtype"] or x.dtype)
-    return [x, weight, i["bias"], i["residual"], out]
-
-
-def _gemv(i: Inputs) -> Arguments:
-    x, *others = _linear(i)
-    return [x, *[None] * 4, *others, *[None] * 3]
-
-
-def _attention(i: Inputs) -> Arguments:
-    q = i["q"]
-    packed = q.dim() == 5
-    slots = [q] * 3 if packed else [i[name].unsqueeze(2) for name in "qkv"]
-    shape = (*q.shape[:2], *q.shape[-2:])
-    return [*slots, i.get("q_lengths"), i.get("kv_lengths"), q.new_empty(shape)]
-
-
-def _decode(i: Inputs) -> Arguments:
-    q = i["q"] if i["q"].dim() == 4 else i["q"].squeeze(1)  # (b, slots, h, d)
-    out = q.new_empty(q.shape[0], *q.shape[-2:])
-    return [q, i["k_cache"], i["v_cache"], i["lengths"], out]
-
-
-def _decode_split(i: Inputs) -> Arguments:
-    *given, out = _decode(i)
-    assert out is not None
-    return [*given, out.unsqueeze(2), None]
-
-
-def _append(i: Inputs) -> Arguments:
-    k, packed = i["k"], i["v"] is None
-    new = [k, k] if packed else [k.unsqueeze(2), i["v"].unsqueeze(2)]
-    caches = [i[name].flatten(2) for name in ("k_cache", "v_cache")]
-    return [*(x.flatten(3) for x in new), i["positions"], *caches]
-
-
-def _softmax(i: Inputs) -> Arguments:
-    return [i["x"], torch.empty_like(i["x"])]
-
-
-def _layer_norm(i: Inputs) -> Arguments:
-    return [i["x"], i["weight"], i["bias"], torch.empty_like(i["x"], dtype=i["weight"].dtype)]
-
-
-ARGUMENTS: dict[str, Callable[[Any], Arguments]] = {
-    "gemm": _linear,
-    "gemm_sm90": _linear,
-    "skinny_gemm": _linear,
-    "swap_gemm": _linear,
-    "gemv": _gemv,
-    "flash_attention": _attention,
-    "flash_attention_sm90": _attention,
-    "decode_attention": _decode,
-    "decode_attention_split": _decode_split,
-    "append_kv": _append,
-    "row_softmax": _softmax,
-    "layer_norm": _layer_norm,
-}

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from minifused import assembly, inspection, ops, profiling
+from minifused.arguments import OF_KERNEL, for_kernel
 from minifused.errors import UserError, run_cli
 from minifused.inspection import KERNELS, make_case
 from minifused.kernels import build
@@ -481,6 +482,17 @@ SHAPES = [(kernel, "") for kernel in SMALL]
 SHAPES += [(k, "packed=0") for k in ("flash_attention", "decode_attention", "append_kv")]
 
 
+PROFILED = [kernel for kernel in OF_KERNEL if kernel in KERNELS]
+
+
+@pytest.mark.parametrize("kernel", PROFILED)
+def test_a_gpu_kernel_gets_as_many_tensors_as_it_takes(kernel):
+    case = make_case(kernel, "sm_90a")
+    inputs = case.workload.inputs("cpu", torch.bfloat16, torch.Generator())
+    program = case.builder(case.tile, *case.static, case.schedule)
+    assert len(for_kernel(kernel, inputs, torch.device("cpu"))) == len(program.params)
+
+
 @pytest.mark.parametrize(("kernel", "shape"), SHAPES)
 def test_a_kernel_is_called_as_its_operation_calls_it(kernel, shape):
     case = make_case(kernel, "c", shape=shape)
@@ -488,7 +500,7 @@ def test_a_kernel_is_called_as_its_operation_calls_it(kernel, shape):
     inputs, expected, before = (
         workload.inputs("cpu", torch.float32, torch.Generator().manual_seed(0)) for _ in range(3)
     )
-    arguments = profiling.ARGUMENTS[kernel](inputs)
+    arguments = for_kernel(kernel, inputs, torch.device("cpu"))
     if kernel != "append_kv":
         arguments[-1].fill_(torch.nan)
     build.compile_kernel(case.builder, case.tile, *case.static, case.schedule)(*arguments)
@@ -532,7 +544,7 @@ def test_profile_takes_this_machine_by_itself_and_compares_schedules(monkeypatch
 
 @pytest.mark.cuda
 @needs_cuda
-@pytest.mark.parametrize("kernel", profiling.ARGUMENTS)
+@pytest.mark.parametrize("kernel", PROFILED)
 def test_profile_on_a_gpu(kernel, capsys):
     if kernel.endswith("sm90") and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no GPU of sm_90")

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from tilelang.autotuner import AutoTuner
-from torch import Tensor
 
-from minifused import assembly, metrics, ops
+from minifused import assembly, metrics
+from minifused.arguments import empty_output
 from minifused.benchmark import clock
 from minifused.benchmark.checks import Exam
 from minifused.benchmark.kernel_suite import capture
@@ -23,7 +23,6 @@ from minifused.kernels import build
 from minifused.kernels.schedule import Schedule
 from minifused.tuning.outcome import COMPILE_ERROR, CRASH, OK, WRONG_RESULT, Finals, Outcome
 from minifused.tuning.task import Task, key_of
-from minifused.workloads import Inputs
 
 MAX_TORCH_ERROR = 2e-2  # of a result against PyTorch's, RMS over RMS
 WARM_CALLS = 3
@@ -75,7 +74,7 @@ class Bench:
         torch.set_float32_matmul_precision("highest")
         generator = torch.Generator(self.device).manual_seed(0)
         self.inputs = task.workload.inputs(self.device, task.dtype, generator)
-        self.out = _empty_output(task.tunable.op, self.inputs, self.device)
+        self.out = empty_output(task.tunable.op, self.inputs, self.device)
         self.arguments = task.tunable.arguments(self.inputs, self.out)
         self.exam = Exam.of(task.tunable.op, task.workload, self.inputs, task.dtype)
 
@@ -183,13 +182,6 @@ class Bench:
 
 def _candidate(schedule: Schedule, **options: object) -> None:
     """Stands for the kernel in the AutoTuner, which reads its parameters by name."""
-
-
-def _empty_output(op: str, inputs: Inputs, device: torch.device) -> Tensor:
-    """Of the shape and dtype that the op's fake function gives."""
-    meta = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in inputs.items()}
-    like = getattr(ops, op)(**meta)
-    return torch.empty(like.shape, dtype=like.dtype, device=device)
 
 
 def _logged_reason() -> str:

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from minifused import inspection, ops
+from minifused import arguments, inspection, ops
+from minifused.arguments import Arguments
 from minifused.errors import UserError
 from minifused.inspection import Recipe
 from minifused.kernels import buckets
@@ -46,7 +47,7 @@ class Tunable:
     recipe: Recipe
     space: Callable[[Tile, str, Any], Iterable[Schedule]]
     bucket: Callable[[Any], str]
-    arguments: Callable[[Inputs, Tensor], list[Tensor | None]]
+    arguments: Callable[[Inputs, Tensor], Arguments]
     blocks: Callable[[Any, Any], int]
     sizes: tuple[str, ...]
     workloads: Callable[..., tuple[Workload, ...]]
@@ -59,10 +60,6 @@ def _ceil(size: int, block: int) -> int:
 # Linear layers
 
 
-def _linear_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:
-    return [i["x"], i["weight"], i["bias"], i["residual"], out]
-
-
 def _linear_blocks(w: LinearWorkload, s: Any) -> int:
     return _ceil(w.m, s.block_m) * _ceil(w.n, s.block_n)
 
@@ -73,12 +70,6 @@ def _ring_gemm_blocks(w: LinearWorkload, s: Any) -> int:
 
 def _swap_blocks(w: LinearWorkload, s: Any) -> int:
     return _ceil(w.m, s.block_m) * _ceil(w.n, s.block_n * s.tiles) * s.splits
-
-
-def _gemv_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:
-    x, *others = _linear_arguments(i, out)
-    # What would prepare the row, caches and peaks
-    return [x, *[None] * 4, *others, *[None] * 4]
 
 
 def _gemv_blocks(w: LinearWorkload, s: Any) -> int:
@@ -112,11 +103,6 @@ def _vector(n: int, k: int) -> tuple[Workload, ...]:
 # Attention
 
 
-def _attention_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:
-    q, k, v = (i[name].unsqueeze(2) for name in "qkv")  # one slot each
-    return [q, k, v, i["q_lengths"], i["kv_lengths"], out]
-
-
 def _attention_blocks(w: AttentionWorkload, s: Any) -> int:
     return _ceil(w.q_len, s.block_m) * w.heads * w.batch
 
@@ -139,10 +125,6 @@ def _both_masks(batch: int, length: int, heads: int, head_dim: int) -> tuple[Wor
     )
 
 
-def _decode_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:
-    return [i["q"], i["k_cache"], i["v_cache"], i["lengths"], out.squeeze(1)]
-
-
 def _decode_blocks(w: DecodeWorkload, s: Any) -> int:
     return len(w.lengths) * w.heads
 
@@ -158,18 +140,6 @@ def _decoding(batch: int, context: int, heads: int, head_dim: int) -> tuple[Work
 
 
 # Rows and vectors
-
-
-def _softmax_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:
-    return [i["x"], out]
-
-
-def _norm_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:
-    return [i["x"], i["weight"], i["bias"], out]
-
-
-def _add_arguments(i: Inputs, out: Tensor) -> list[Tensor | None]:
-    return [i["x"], i["y"], out]
 
 
 def _row_blocks(w: Any, s: Any) -> int:
@@ -217,50 +187,50 @@ TUNABLES = {
     for t in (
         Tunable(
             "gemm", "linear", RECIPES["gemm"], spaces.gemm, _gemm_bucket,
-            _linear_arguments, _linear_blocks, _MNK, _square,
+            arguments.linear, _linear_blocks, _MNK, _square,
         ),
         Tunable(
             "gemm_sm90", "linear", RECIPES["gemm_sm90"], spaces.ring_gemm, _gemm_bucket,
-            _linear_arguments, _ring_gemm_blocks, _MNK, _square,
+            arguments.linear, _ring_gemm_blocks, _MNK, _square,
         ),
         Tunable(
             "skinny_gemm", "linear", RECIPES["skinny_gemm"], spaces.skinny_gemm, _skinny_bucket,
-            _linear_arguments, _linear_blocks, _MNK, _square,
+            arguments.linear, _linear_blocks, _MNK, _square,
         ),
         Tunable(
             "swap_gemm", "linear", RECIPES["swap_gemm"], spaces.swap_gemm, _swap_bucket,
-            _linear_arguments, _swap_blocks, _MNK, _square,
+            arguments.linear, _swap_blocks, _MNK, _square,
         ),
         Tunable(
             "gemv", "linear", RECIPES["gemv"], spaces.gemv, _gemv_bucket,
-            _gemv_arguments, _gemv_blocks, ("N", "K"), _vector,
+            arguments.gemv, _gemv_blocks, ("N", "K"), _vector,
         ),
         Tunable(
             "flash_attention", "attention", RECIPES["flash_attention"], spaces.flash_attention,
-            _attention_bucket, _attention_arguments, _attention_blocks,
+            _attention_bucket, arguments.attention, _attention_blocks,
             ("BATCH", "LENGTH", *_HEADS), _both_masks,
         ),
         Tunable(
             "flash_attention_sm90", "attention", RECIPES["flash_attention_sm90"],
-            spaces.flash_attention_sm90, _attention_bucket, _attention_arguments, _flash_blocks,
+            spaces.flash_attention_sm90, _attention_bucket, arguments.attention, _flash_blocks,
             ("BATCH", "LENGTH", *_HEADS), _both_masks,
         ),
         Tunable(
             "decode_attention", "decode_attention", RECIPES["decode_attention"],
-            spaces.decode_attention, _decode_bucket, _decode_arguments, _decode_blocks,
+            spaces.decode_attention, _decode_bucket, arguments.decode_attention, _decode_blocks,
             ("BATCH", "CONTEXT", *_HEADS), _decoding,
         ),
         Tunable(
             "row_softmax", "softmax", RECIPES["row_softmax"], spaces.row, _row_bucket,
-            _softmax_arguments, _row_blocks, ("M", "N"), _softmax_rows,
+            arguments.softmax, _row_blocks, ("M", "N"), _softmax_rows,
         ),
         Tunable(
             "layer_norm", "layer_norm", RECIPES["layer_norm"], spaces.row, _row_bucket,
-            _norm_arguments, _row_blocks, ("M", "N"), _norm_rows,
+            arguments.layer_norm, _row_blocks, ("M", "N"), _norm_rows,
         ),
         Tunable(
             "vector_add", "vector_add", RECIPES["vector_add"], spaces.vector_add, _vector_bucket,
-            _add_arguments, _vector_blocks, ("N",), _vectors,
+            arguments.vector_add, _vector_blocks, ("N",), _vectors,
         ),
     )
 }  # fmt: skip
