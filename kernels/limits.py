@@ -284,7 +284,8 @@ def _swap_groups(s: SwapSchedule) -> Iterator[str]:
         return
     if s.groups > MAX_GROUPS:
         yield f"{s.groups} groups: each has a named barrier, of which there are 16 (bar in PTX)"
-    if s.block_n & (s.block_n - 1):
+    leaves_parts = s.tiles == 1 or may_stage(s)  # the rest is too wide for a residual stream
+    if s.block_n & (s.block_n - 1) and leaves_parts:
         yield f"{s.block_n} rows of W: the width of a residual stream's parts is a power of 2"
     if s.num_stages < s.groups:
         yield f"{s.num_stages} stages: each of {s.groups} groups needs one"

@@ -319,16 +319,23 @@ def _held(block_m: int, block_n: int, groups: int, share: int, shared: bool) -> 
     return SwapSchedule(block_m, block_n, 32 * share, 1, threads, 1, groups, True, shared)
 
 
+WIDE_TILE = 128, 192  # of three warpgroups: A is read less often
+
+
 def _ring_rule(tile: Tile, m: int, n: int, k: int, dtype: str) -> SwapSchedule:
     """The tile by which each SM has the least to read, and a ring for as much of it as fits."""
     m, sizes = max(16, next_power_of_2(m)), (16, 32, 64, 128)
     fits = [size for size in sizes if size <= m]
+    forms = [*itertools.product(fits, sizes)]
+    # Parts of a row are powers of 2: for a head alone, of which so many rows leave no peaks.
+    if m == WIDE_TILE[0] and n > WIDE_TILE[1] * SMS:
+        forms.append(WIDE_TILE)
 
     def cost(rows: tuple[int, int]) -> tuple[int, int]:
         blocks = -(-m // rows[0]) * -(-n // rows[1])
         return -(-blocks // SMS) * sum(rows), rows[0]  # W may be asked for ahead, A not
 
-    block_m, block_n = min(itertools.product(fits, sizes), key=cost)
+    block_m, block_n = min(forms, key=cost)
     block_k = min(64, max(16, next_power_of_2(k)))
     steps, blocks = -(-k // block_k), -(-m // block_m) * -(-n // block_n)
     tiles = min(-(-blocks // SMS), -(-n // block_n))
@@ -352,7 +359,7 @@ def _team(block_m: int, block_n: int) -> int:
     """Threads for the products of a tile: wgmma wants four warps, a warp has 32 x 32 at most."""
     if block_n < 64:
         return 32 * max(1, block_m * block_n // 1024)
-    return 256 if block_n == 128 and block_m >= 64 else 128
+    return 2 * block_n if block_m >= 64 else 128
 
 
 def gemv_schedule(tile: Tile, n: int, k: int, dtype: str, normed: bool) -> GemvSchedule:

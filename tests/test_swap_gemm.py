@@ -300,6 +300,16 @@ def test_odd_sizes(m, n, k):
     check(m, n, k, torch.bfloat16, "gelu_tanh", has_residual=True)
 
 
+@pytest.mark.parametrize("m", [65, 128])
+@pytest.mark.parametrize("k", [8, 72, 200, 768])
+@needs_cuda
+def test_wide_tiles_of_odd_sizes(m, k):
+    n = 40001
+    chosen = schedule.swap_schedule(H200, m, n, k, BF16)
+    assert (chosen.block_m, chosen.block_n) == schedule.WIDE_TILE
+    check(m, n, k, torch.bfloat16, "gelu_tanh", has_residual=True)
+
+
 @pytest.mark.parametrize("n", [1600, 4800, 6400, 50304])
 @pytest.mark.parametrize("m", [8, 32, 64, 128])
 @needs_cuda

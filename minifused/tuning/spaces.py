@@ -22,6 +22,7 @@ from minifused.kernels.limits import (
 )
 from minifused.kernels.schedule import (
     HELD_BYTES,
+    WIDE_TILE,
     AttentionSchedule,
     FlashSchedule,
     GemmSchedule,
@@ -138,6 +139,10 @@ def swap_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SwapSchedul
                 if blocks * splits <= SMS:
                     stages = min(8, -(-steps // splits))
                     yield SwapSchedule(m, n, k, stages, 32 * warps, splits=splits)
+    wide_m, wide_n = WIDE_TILE
+    tiles = -(-w.n // (wide_n * SMS))
+    if has_ring and most == wide_m and tiles > 1:
+        yield from (SwapSchedule(*WIDE_TILE, 64, stages, 384, tiles) for stages in (3, 4, 5))
 
 
 def _held(tile: Tile, w: LinearWorkload) -> Iterator[SwapSchedule]:
