@@ -69,8 +69,8 @@ def vector_add(i: Inputs, out: Tensor) -> Arguments:
     return [i["x"], i["y"], out]
 
 
-# By kernel: the operation whose result it makes, if that is a new tensor.
-OF_KERNEL: dict[str, tuple[str | None, Callable[[Inputs, Any], Arguments]]] = {
+# By kernel: the operation whose result it makes, "" if that is no new tensor.
+OF_KERNEL: dict[str, tuple[str, Callable[[Inputs, Any], Arguments]]] = {
     "gemm": ("linear", linear),
     "gemm_sm90": ("linear", linear),
     "skinny_gemm": ("linear", linear),
@@ -80,7 +80,7 @@ OF_KERNEL: dict[str, tuple[str | None, Callable[[Inputs, Any], Arguments]]] = {
     "flash_attention_sm90": ("attention", attention),
     "decode_attention": ("decode_attention", decode_attention),
     "decode_attention_split": ("decode_attention", decode_attention_split),
-    "append_kv": (None, append_kv),
+    "append_kv": ("", append_kv),
     "row_softmax": ("softmax", softmax),
     "layer_norm": ("layer_norm", layer_norm),
     "vector_add": ("vector_add", vector_add),

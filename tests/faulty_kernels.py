@@ -92,6 +92,5 @@ def faulty_recipe(tile, dtype, workload):
 def tunable(recipe=recipe, space=space) -> Tunable:
     real = TUNABLES["row_softmax"]
     return Tunable(
-        "row_softmax", "softmax", recipe, space, real.bucket, real.arguments, real.blocks,
-        real.sizes, real.workloads,
+        "row_softmax", recipe, space, real.bucket, real.blocks, real.sizes, real.workloads
     )  # fmt: skip

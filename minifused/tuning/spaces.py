@@ -125,8 +125,8 @@ def swap_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SwapSchedul
     most = max(16, next_power_of_2(w.m))
     has_ring = has_bulk_copies(tile, w.k * ITEM_BYTES[dtype])
     rows = [m for m in (16, 32, 64, 128) if m == most or (has_ring and most // 4 <= m < most)]
+    k = min(64, max(16, next_power_of_2(w.k)))
     for m, n, warps in product(rows, (16, 32, 64, 128), (1, 2, 4, 8)):
-        k = min(64, max(16, next_power_of_2(w.k)))
         steps, blocks = -(-w.k // k), -(-w.m // m) * -(-w.n // n)
         shares = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (3, 1)] if has_ring else [(1, 1)]
         for tiles, groups in shares:
@@ -142,7 +142,7 @@ def swap_gemm(tile: Tile, dtype: str, w: LinearWorkload) -> Iterator[SwapSchedul
     wide_m, wide_n = WIDE_TILE
     tiles = -(-w.n // (wide_n * SMS))
     if has_ring and most == wide_m and tiles > 1:
-        yield from (SwapSchedule(*WIDE_TILE, 64, stages, 384, tiles) for stages in (3, 4, 5))
+        yield from (SwapSchedule(*WIDE_TILE, k, stages, 2 * wide_n, tiles) for stages in (3, 4, 5))
 
 
 def _held(tile: Tile, w: LinearWorkload) -> Iterator[SwapSchedule]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from minifused import arguments, inspection, ops
-from minifused.arguments import Arguments
+from minifused import inspection, ops
+from minifused.arguments import OF_KERNEL, Arguments
 from minifused.errors import UserError
 from minifused.inspection import Recipe
 from minifused.kernels import buckets
@@ -33,24 +33,29 @@ class Tunable:
     """A kernel that can be tuned. Its functions are a module's own, so that processes share them.
 
     Attributes:
-        op: the function of `ops` that says whether a result is right.
         recipe: of (tile, dtype, workload): builder, static arguments and the schedule in use.
         space: of the same: the schedules to try.
         bucket: the shapes that share a workload's schedule.
-        arguments: of (inputs, output): what the kernel takes, in its order.
         blocks: of (workload, schedule): how many the grid has.
         sizes: the numbers of --shape. workloads: what those mean.
     """
 
     name: str
-    op: str
     recipe: Recipe
     space: Callable[[Tile, str, Any], Iterable[Schedule]]
     bucket: Callable[[Any], str]
-    arguments: Callable[[Inputs, Tensor], Arguments]
     blocks: Callable[[Any, Any], int]
     sizes: tuple[str, ...]
     workloads: Callable[..., tuple[Workload, ...]]
+
+    @property
+    def op(self) -> str:
+        """The function of `ops` that says whether a result is right."""
+        return OF_KERNEL[self.name][0]
+
+    def arguments(self, inputs: Inputs, out: Tensor) -> Arguments:
+        """What the kernel takes, in its order."""
+        return OF_KERNEL[self.name][1](inputs, out)
 
 
 def _ceil(size: int, block: int) -> int:
@@ -186,51 +191,51 @@ TUNABLES = {
     t.name: t
     for t in (
         Tunable(
-            "gemm", "linear", RECIPES["gemm"], spaces.gemm, _gemm_bucket,
-            arguments.linear, _linear_blocks, _MNK, _square,
+            "gemm", RECIPES["gemm"], spaces.gemm, _gemm_bucket,
+            _linear_blocks, _MNK, _square,
         ),
         Tunable(
-            "gemm_sm90", "linear", RECIPES["gemm_sm90"], spaces.ring_gemm, _gemm_bucket,
-            arguments.linear, _ring_gemm_blocks, _MNK, _square,
+            "gemm_sm90", RECIPES["gemm_sm90"], spaces.ring_gemm, _gemm_bucket,
+            _ring_gemm_blocks, _MNK, _square,
         ),
         Tunable(
-            "skinny_gemm", "linear", RECIPES["skinny_gemm"], spaces.skinny_gemm, _skinny_bucket,
-            arguments.linear, _linear_blocks, _MNK, _square,
+            "skinny_gemm", RECIPES["skinny_gemm"], spaces.skinny_gemm, _skinny_bucket,
+            _linear_blocks, _MNK, _square,
         ),
         Tunable(
-            "swap_gemm", "linear", RECIPES["swap_gemm"], spaces.swap_gemm, _swap_bucket,
-            arguments.linear, _swap_blocks, _MNK, _square,
+            "swap_gemm", RECIPES["swap_gemm"], spaces.swap_gemm, _swap_bucket,
+            _swap_blocks, _MNK, _square,
         ),
         Tunable(
-            "gemv", "linear", RECIPES["gemv"], spaces.gemv, _gemv_bucket,
-            arguments.gemv, _gemv_blocks, ("N", "K"), _vector,
+            "gemv", RECIPES["gemv"], spaces.gemv, _gemv_bucket,
+            _gemv_blocks, ("N", "K"), _vector,
         ),
         Tunable(
-            "flash_attention", "attention", RECIPES["flash_attention"], spaces.flash_attention,
-            _attention_bucket, arguments.attention, _attention_blocks,
+            "flash_attention", RECIPES["flash_attention"], spaces.flash_attention,
+            _attention_bucket, _attention_blocks,
             ("BATCH", "LENGTH", *_HEADS), _both_masks,
         ),
         Tunable(
-            "flash_attention_sm90", "attention", RECIPES["flash_attention_sm90"],
-            spaces.flash_attention_sm90, _attention_bucket, arguments.attention, _flash_blocks,
+            "flash_attention_sm90", RECIPES["flash_attention_sm90"],
+            spaces.flash_attention_sm90, _attention_bucket, _flash_blocks,
             ("BATCH", "LENGTH", *_HEADS), _both_masks,
         ),
         Tunable(
-            "decode_attention", "decode_attention", RECIPES["decode_attention"],
-            spaces.decode_attention, _decode_bucket, arguments.decode_attention, _decode_blocks,
+            "decode_attention", RECIPES["decode_attention"],
+            spaces.decode_attention, _decode_bucket, _decode_blocks,
             ("BATCH", "CONTEXT", *_HEADS), _decoding,
         ),
         Tunable(
-            "row_softmax", "softmax", RECIPES["row_softmax"], spaces.row, _row_bucket,
-            arguments.softmax, _row_blocks, ("M", "N"), _softmax_rows,
+            "row_softmax", RECIPES["row_softmax"], spaces.row, _row_bucket,
+            _row_blocks, ("M", "N"), _softmax_rows,
         ),
         Tunable(
-            "layer_norm", "layer_norm", RECIPES["layer_norm"], spaces.row, _row_bucket,
-            arguments.layer_norm, _row_blocks, ("M", "N"), _norm_rows,
+            "layer_norm", RECIPES["layer_norm"], spaces.row, _row_bucket,
+            _row_blocks, ("M", "N"), _norm_rows,
         ),
         Tunable(
-            "vector_add", "vector_add", RECIPES["vector_add"], spaces.vector_add, _vector_bucket,
-            arguments.vector_add, _vector_blocks, ("N",), _vectors,
+            "vector_add", RECIPES["vector_add"], spaces.vector_add, _vector_bucket,
+            _vector_blocks, ("N",), _vectors,
         ),
     )
 }  # fmt: skip
